@@ -1,0 +1,48 @@
+"""The ``sglang-ext`` command: one module per subcommand, imported only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from sglang_ext import __version__
+from sglang_ext.errors import UsageError
+
+# Each module has add_arguments(parser) and run(args) -> exit code; heavy imports belong inside run.
+COMMANDS = {
+    "serve": ("sglang_ext.commands.serve", "start the SGLang server with a drafter"),
+    "inspect": ("sglang_ext.commands.inspect", "print what a checkpoint promises and what is wrong with it"),
+    "convert": ("sglang_ext.commands.convert", "turn a DFlash or DSpark drafter into a Carryover one"),
+    "train": ("sglang_ext.training.cli", "data, targets, drafters: from text files to served checkpoints"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; return its exit code (2 for wrong use)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="sglang-ext", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"sglang-ext {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    # Only the called command's module is imported; the others need no more than their help line.
+    called = next((word for word in argv if word in COMMANDS), None)
+    module = None
+    for name, (path, help_line) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=help_line, description=help_line[0].upper() + help_line[1:] + ".")
+        if name == called:
+            module = importlib.import_module(path)
+            module.add_arguments(subparser)
+    args = parser.parse_args(argv)
+    assert module is not None
+    try:
+        return int(module.run(args))
+    except UsageError as error:
+        print(f"sglang-ext {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
