@@ -1,0 +1,1 @@
+"""Training: from text files to checkpoints that the server loads. Heavy imports stay inside the stages."""
