@@ -1,4 +1,10 @@
-"""The one error type that a user may cause and a command line reports."""
+"""The one error type that a user may cause, and how it ends a process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class UsageError(Exception):
@@ -6,3 +12,17 @@ class UsageError(Exception):
 
     Command lines print it without a traceback and exit with code 2.
     """
+
+
+@contextmanager
+def refusal_ends_process() -> Iterator[None]:
+    """Turn a UsageError into its sentence on stderr and SystemExit(2).
+
+    For code that SGLang calls: it only logs an ordinary exception of a plugin and goes on without it
+    (plugins/__init__.py:163), and elsewhere it prints a traceback.
+    """
+    try:
+        yield
+    except UsageError as error:
+        print(f"sglang-ext: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None

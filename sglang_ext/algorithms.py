@@ -1,0 +1,122 @@
+"""The speculative algorithms this plugin adds to SGLang, what each is built on, and what each refuses."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
+
+from sglang_ext import compat
+from sglang_ext.errors import UsageError, refusal_ends_process
+
+BASES = {"CARRYOVER_DFLASH": SpeculativeAlgorithm.DFLASH, "CARRYOVER_DSPARK": SpeculativeAlgorithm.DSPARK}
+"""Each added algorithm and the built-in one it extends."""
+
+_OWN = frozenset({"create_worker", "register", "from_string"})
+
+
+class ExtendedAlgorithm(CustomSpecAlgo):
+    """Answers every question about itself as the built-in algorithm does that it extends.
+
+    SGLang asks more of an algorithm than ``CustomSpecAlgo`` defines (``create_future_map``, scheduler.py:1681),
+    so every public method of the built-in enum is delegated, those of later patch releases included.
+    """
+
+    @property
+    def base(self) -> SpeculativeAlgorithm:
+        """The built-in algorithm behind this one."""
+        return BASES[self.name]
+
+
+def _delegate(name: str) -> Any:
+    def ask_base(self: ExtendedAlgorithm, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.base, name)(*args, **kwargs)
+
+    ask_base.__name__ = name
+    return ask_base
+
+
+for _name, _member in vars(SpeculativeAlgorithm).items():
+    if inspect.isfunction(_member) and not _name.startswith("_") and _name not in _OWN:
+        setattr(ExtendedAlgorithm, _name, _delegate(_name))
+
+
+def register() -> None:
+    """Add the algorithms to SGLang's registry; a second call changes nothing."""
+    for name in BASES:
+        if get_spec(name) is None:
+            SpeculativeAlgorithm.register(
+                name, supports_overlap=True, validate_server_args=_validate, spec_class=ExtendedAlgorithm
+            )(_worker_factory(name))
+
+
+def _worker_factory(name: str) -> Any:
+    def worker_class(server_args: Any) -> type:
+        """Called in the scheduler process, before any pool exists."""
+        with refusal_ends_process():
+            compat.check_touch_points()
+        compat.register_draft_models()
+        compat.widen_slot_rows()
+        from sglang_ext.carryover import worker
+
+        return {"CARRYOVER_DFLASH": worker.CarryoverDFlashWorker, "CARRYOVER_DSPARK": worker.CarryoverDSparkWorker}[
+            name
+        ]
+
+    return worker_class
+
+
+def _validate(server_args: Any) -> None:
+    with refusal_ends_process():
+        check_server_args(server_args)
+
+
+# Argument, the values it may have, and the end of the sentence that refuses any other.
+_REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("pp_size", (1,), "draft state lives on one pipeline stage; set --pp-size 1"),
+    ("attn_dp_size", (1, None), "idle ranks skip the draft that keeps the state; drop --enable-dp-attention"),
+    ("attn_cp_size", (1, None), "context parallelism splits the draft prefix; set --attn-cp-size 1"),
+    ("speculative_draft_window_size", (None,), "a windowed draft cache has no room for carried rows; drop the flag"),
+    ("enable_unified_memory", (False, None), "its slot translation is not verified; drop --enable-unified-memory"),
+    ("enable_linear_replayssm_spec", (False, None), "its state commit is not verified; drop the flag"),
+    ("disaggregation_mode", ("null", None), "a decode-only server is not verified; serve prefill and decode together"),
+    ("speculative_adaptive", (False, None), "carried rows need one fixed verify width; drop --speculative-adaptive"),
+)
+
+_REFUSED_ENVIRONMENT: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("SGLANG_RAGGED_VERIFY_MODE", ("static",), "carried rows need a fixed verify width; unset it or set 'static'"),
+    (
+        "SGLANG_DSPARK_DEFER_CONTEXT_KV",
+        ("0", "false", "no", "n"),
+        "it writes draft context behind the plugin's back; unset it",
+    ),
+)
+
+
+def check_server_args(server_args: Any) -> None:
+    """UsageError for the first setting that carried rows are not built or not verified for.
+
+    Args:
+        server_args: SGLang's arguments, or any object with their attributes; missing ones are not checked.
+    """
+    algorithm = server_args.speculative_algorithm
+    for name, allowed, reason in _REFUSED:
+        value = getattr(server_args, name, allowed[0])
+        if value not in allowed:
+            raise UsageError(f"{algorithm} cannot run with {name}={value}: {reason}.")
+    for name, allowed_text, reason in _REFUSED_ENVIRONMENT:
+        text = os.environ.get(name, allowed_text[0]).lower()
+        if text not in allowed_text:
+            raise UsageError(f"{algorithm} cannot run with {name}={text} in the environment: {reason}.")
+    backend = getattr(server_args, "speculative_draft_attention_backend", None)
+    if backend is not None and backend not in compat.DRAFT_BACKENDS:
+        raise UsageError(
+            f"{algorithm} cannot run with the draft attention backend {backend}: it is not verified with carried "
+            f"rows; set --speculative-draft-attention-backend to one of {', '.join(compat.DRAFT_BACKENDS)}."
+        )
+    draft = getattr(server_args, "speculative_draft_model_path", None)
+    if draft is None:
+        raise UsageError(f"{algorithm} needs a drafter: set --speculative-draft-model-path to a Carryover checkpoint.")

@@ -1,0 +1,82 @@
+"""SGLang draft models with one parameter more: the embedding that marks rejected rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from sglang.srt.models.dflash import DFlashDraftModel
+from sglang.srt.models.dspark import DSparkDraftModel
+from torch import nn
+
+from sglang_ext.carryover.rows import write_all_rows
+
+EMBEDDING = "carryover_embedding"
+
+
+class _CarryoverEmbedding:
+    """Adds ``carryover_embedding`` [D], as wide as the concatenated target features (paper section 2.1)."""
+
+    # A hidden that arrives projected has lost the width that the embedding is added to.
+    supports_pre_gather_target_hidden_projection = False
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__(config, quant_config=quant_config, prefix=prefix)  # type: ignore[call-arg]
+        width = self.num_context_features * int(config.hidden_size)  # type: ignore[attr-defined]
+        self.carryover_embedding = nn.Parameter(torch.zeros(width), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Load a drafter; ValueError when the embedding is missing or has another shape (SGLang would not say)."""
+        shape = None
+
+        def watched() -> Iterable[tuple[str, torch.Tensor]]:
+            nonlocal shape
+            for name, tensor in weights:
+                if name.removeprefix("model.") == EMBEDDING:
+                    shape = tuple(tensor.shape)
+                    if shape != tuple(self.carryover_embedding.shape):
+                        raise ValueError(
+                            f"{EMBEDDING} has shape {shape}, but this drafter's features need "
+                            f"{tuple(self.carryover_embedding.shape)}."
+                        )
+                yield name, tensor
+
+        loaded = super().load_weights(watched())  # type: ignore[misc]
+        if shape is None:
+            raise ValueError(f"The draft checkpoint has no {EMBEDDING}; make one with `sglang-ext convert`.")
+        return loaded
+
+
+class CarryoverDFlashDraftModel(_CarryoverEmbedding, DFlashDraftModel):
+    """DFlash drafter; its worker writes the context rows (dflash_worker_v2.py:1856)."""
+
+
+class CarryoverDSparkModel(_CarryoverEmbedding, DSparkDraftModel):
+    """DSpark drafter; it writes its own context rows (dspark.py:838)."""
+
+    def write_target_hidden_kv(
+        self,
+        *,
+        target_hidden: torch.Tensor,
+        pool: Any,
+        positions: torch.Tensor,
+        cache_loc: torch.Tensor,
+        cache_loc_2d: torch.Tensor | None = None,
+        commit_lens: torch.Tensor | None = None,
+        target_hidden_is_projected: bool = False,
+    ) -> None:
+        """Write a prefill's rows as the base does; of a verify step write all rows, the rejected ones marked."""
+        if cache_loc_2d is not None and commit_lens is not None:
+            target_hidden, commit_lens = write_all_rows(
+                target_hidden, commit_lens, cache_loc_2d.shape[1], self.carryover_embedding
+            )
+        super().write_target_hidden_kv(
+            target_hidden=target_hidden,
+            pool=pool,
+            positions=positions,
+            cache_loc=cache_loc,
+            cache_loc_2d=cache_loc_2d,
+            commit_lens=commit_lens,
+            target_hidden_is_projected=target_hidden_is_projected,
+        )

@@ -1,0 +1,210 @@
+"""Debug mode: recompute every draft block of a running engine from the checkpoint and compare.
+
+The oracle keeps its own record of each request: committed tokens, their raw target features and the rejected
+rows of the last verify step. It never looks at KV pools, slot tables or the plugin's state, so it also sees what
+neither the output nor the acceptance can show (a wrong or stale carry). It copies features to the host and is
+slow: for tests and for hunting a suspected error, not for serving. Greedy drafts, one rank, vanilla Markov head.
+
+Set ``SGLANG_EXT_ORACLE_LOG=FILE``; one JSON line is appended per request and round:
+``ok`` (all comparisons hold), what was compared (``length_ok``, ``positions_ok``, ``tokens_ok``,
+``hidden_error`` against ``TOLERANCE``) and ``carried`` rows with ``effect``, how much the block's hidden states
+move when they are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import torch
+
+from sglang_ext.carryover.reference import ReferenceDrafter
+
+TOLERANCE = 1e-4
+"""Largest difference of a hidden state (fp32, of order 1) that reordered sums explain; a wrong row shows over 1e-3."""
+
+TIE = 1e-4
+"""Logit margin under which two orders of summation may pick different tokens."""
+
+
+@dataclass
+class _Record:
+    """One request: committed tokens with their features, and the rows its next block should carry."""
+
+    tokens: list[int] = field(default_factory=list)
+    features: list[torch.Tensor] = field(default_factory=list)
+    keys: list[int] = field(default_factory=lambda: [0])
+    carried: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+    def cut(self, length: int) -> None:
+        del self.tokens[length:], self.features[length:], self.keys[length + 1 :]
+
+
+class Oracle:
+    """Follows a worker's rounds and writes one comparison per request and round to ``log``."""
+
+    def __init__(self, worker: Any, drafter: ReferenceDrafter, log: TextIO) -> None:
+        self.drafter = drafter
+        self.log = log
+        self.verify_width, self.query_width = worker.carry_widths()
+        self.mask_token_id = int(worker._mask_token_id)
+        self.records: dict[str, _Record] = {}
+        # Features by token prefix: a radix hit brings rows that an earlier request computed.
+        self.rows: dict[int, torch.Tensor] = {}
+        self.batch: Any = None
+        self.blocks: list[dict[str, Any]] = []
+        self.candidates: list[list[int]] = []
+
+    def on_extend(self, features: torch.Tensor, positions: list[int]) -> None:
+        """Record a prefill's rows ([tokens, D], flat over requests); it ends what a request carries."""
+        token_ids, at = self.batch.input_ids.tolist(), 0
+        for index, request in enumerate(self.batch.reqs):
+            count, start = int(self.batch.extend_lens[index]), positions[at]
+            record = self.records.setdefault(request.rid, _Record())
+            record.cut(start)
+            known = [*request.origin_input_ids, *request.output_ids]
+            for position in range(len(record.tokens), start):
+                self._append(record, known[position], None)
+            for row in range(at, at + count):
+                self._append(record, token_ids[row], features[row])
+            record.carried = []
+            at += count
+
+    def on_verify(self, features: torch.Tensor, commit_lens: list[int]) -> None:
+        """Record a verify step's rows ([bs * W, D]): committed ones as context, rejected ones to carry."""
+        rows = features.view(len(commit_lens), self.verify_width, -1)
+        for index, request in enumerate(self.batch.reqs):
+            record, committed = self.records[request.rid], commit_lens[index]
+            start = len(record.tokens)
+            for row in range(committed):
+                self._append(record, self.candidates[index][row], rows[index, row])
+            record.carried = [(start + row, rows[index, row]) for row in range(committed, self.verify_width)]
+
+    def _append(self, record: _Record, token: int, row: torch.Tensor | None) -> None:
+        key = hash((record.keys[-1], token))
+        if row is None:
+            row = self.rows[key]
+        self.rows[key] = row
+        record.tokens.append(token)
+        record.features.append(row)
+        record.keys.append(key)
+
+    def on_block(self, forward_batch: Any, hidden: torch.Tensor) -> None:
+        """Recompute each request's block (served: [bs * Q, hidden]); the comparison waits for the round's tokens."""
+        width = self.query_width
+        served = hidden.float().cpu().view(-1, width, hidden.shape[-1])
+        lengths = forward_batch.seq_lens.tolist()
+        positions = forward_batch.positions.view(-1, width).tolist()
+        token_ids = forward_batch.input_ids.view(-1, width).tolist()
+        self.blocks = []
+        for index, request in enumerate(self.batch.reqs):
+            record = self.records[request.rid]
+            length, carried = len(record.tokens), record.carried
+            ids, at = torch.tensor(token_ids[index]), torch.arange(length, length + width)
+            plain = self.drafter.context(torch.stack(record.features), torch.arange(length))
+            context = self._with_carried(plain, carried)
+            expected = self.drafter.block(context, ids, at)
+            drafts, margins = self.drafter.greedy(expected, token_ids[index][0])
+            self.blocks.append(
+                {
+                    "rid": request.rid,
+                    "length": length,
+                    "carried": len(carried),
+                    "length_ok": lengths[index] == length + len(carried),
+                    "positions_ok": positions[index] == at.tolist(),
+                    "masks_ok": all(token == self.mask_token_id for token in token_ids[index][1:]),
+                    "hidden_error": float((expected - served[index]).abs().max()),
+                    "effect": float((expected - self.drafter.block(plain, ids, at)).abs().max()) if carried else 0.0,
+                    "drafts": drafts,
+                    "margin": min(margins),
+                }
+            )
+
+    def _with_carried(
+        self, plain: list[tuple[torch.Tensor, torch.Tensor]], carried: list[tuple[int, torch.Tensor]]
+    ) -> Any:
+        if not carried:
+            return plain
+        marked = torch.stack([row for _, row in carried]) + self.drafter.embedding
+        extra = self.drafter.context(marked, torch.tensor([position for position, _ in carried]))
+        return [
+            (torch.cat([key, more_key]), torch.cat([value, more_value]))
+            for (key, value), (more_key, more_value) in zip(plain, extra, strict=True)
+        ]
+
+    def on_accept(self, candidates: torch.Tensor, commit_lens: torch.Tensor) -> None:
+        """Close the round: were the verified candidates ([bs, W], anchor first) the reference's own drafts?"""
+        self.candidates = candidates.tolist()
+        for index, block in enumerate(self.blocks):
+            drafts = block.pop("drafts")
+            tokens_ok = self.candidates[index][1:] == drafts or block["margin"] < TIE
+            checks = (block["length_ok"], block["positions_ok"], block["masks_ok"], tokens_ok)
+            ok = all(checks) and block["hidden_error"] <= TOLERANCE
+            row = {"ok": ok, **block, "tokens_ok": tokens_ok, "committed": int(commit_lens[index])}
+            self.log.write(json.dumps(row) + "\n")
+        self.log.flush()
+        self.blocks = []
+
+
+def attach(worker: Any, log: str) -> Oracle:
+    """Let an oracle follow a Carryover worker, by wrapping what the worker and its model call on themselves.
+
+    The oracle sees the block after it was shifted and the features before they are marked.
+    """
+    from sglang.srt.runtime_context import get_spec
+
+    target = worker.target_worker.model_runner.model_config.model_path
+    drafter = ReferenceDrafter(get_spec().speculative_draft_model_path, target)
+    oracle = Oracle(worker, drafter, open(log, "a", encoding="utf-8"))  # noqa: SIM115 - lives as long as the engine
+
+    step = worker.forward_batch_generation
+
+    def forward_batch_generation(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        oracle.batch = batch
+        return step(batch, *args, **kwargs)
+
+    block_forward = worker._stock_draft_forward
+
+    def draft_forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        output = block_forward(forward_batch, *args, **kwargs)
+        if forward_batch.batch_size > 0:
+            oracle.on_block(forward_batch, output.logits_output.hidden_states)
+        return output
+
+    worker.forward_batch_generation = forward_batch_generation
+    worker._stock_draft_forward = draft_forward
+    if hasattr(worker, "_verify_executor"):
+        _watch(worker.draft_model, "write_target_hidden_kv", before=lambda call: _features(oracle, call))
+        _watch(
+            worker._verify_executor,
+            "accept_and_finalize",
+            after=lambda call, outcome: oracle.on_accept(call["verify_ids_2d"], outcome.commit_lens),
+        )
+    else:
+        _watch(worker, "_append_target_hidden_to_draft_kv_by_loc", before=lambda call: _features(oracle, call))
+        _watch(worker, "_accept_block", after=lambda call, outcome: oracle.on_accept(call["candidates"], outcome[1]))
+    return oracle
+
+
+def _features(oracle: Oracle, call: dict[str, Any]) -> None:
+    features = call["target_hidden"].detach().float().cpu().clone()
+    if call.get("commit_lens") is None:
+        oracle.on_extend(features, call["positions"].tolist())
+    else:
+        oracle.on_verify(features, call["commit_lens"].tolist())
+
+
+def _watch(owner: Any, name: str, before: Any = None, after: Any = None) -> None:
+    """Wrap a method of one object that is called with keywords only."""
+    method = getattr(owner, name)
+
+    def watched(**call: Any) -> Any:
+        if before is not None:
+            before(call)
+        outcome = method(**call)
+        if after is not None:
+            after(call, outcome)
+        return outcome
+
+    setattr(owner, name, watched)

@@ -1,0 +1,131 @@
+"""Plain-torch drafter: the whole draft block from a checkpoint, without pools, caches or kernels.
+
+The oracle of the serving path and of the training path. It takes features and positions of every context row
+and computes the block densely in fp32, so that nothing a paged cache does can be wrong in the same way.
+Sources of the maths: methods of DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147); SGLang models/dflash.py,
+models/dspark.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+EMBEDDING_NAMES = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+
+
+def _load(folder: Path, names: tuple[str, ...] | None = None) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint folder in fp32; only those in ``names`` where given."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - not a dict
+                if names is None or name in names:
+                    tensors[name] = weights.get_tensor(name).float()
+    return tensors
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+class ReferenceDrafter:
+    """A DFlash or DSpark drafter of a Qwen3 shape, evaluated densely.
+
+    Args:
+        draft: drafter checkpoint folder.
+        target: target checkpoint folder; its token embedding and head are the drafter's.
+
+    Raises:
+        ValueError: a rope scaling or sliding layers, which this reference does not cover.
+    """
+
+    def __init__(self, draft: str | Path, target: str | Path) -> None:
+        config = json.loads((Path(draft) / "config.json").read_text())
+        rope = config.get("rope_parameters") or {}
+        scaling = config.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
+        if scaling or "sliding_attention" in config.get("layer_types", []):
+            raise ValueError("The reference drafter covers plain rotary embeddings and full attention only.")
+        self.config = config
+        self.eps = float(config.get("rms_norm_eps", 1e-6))
+        self.layers = int(config["num_hidden_layers"])
+        self.heads = int(config["num_attention_heads"])
+        self.kv_heads = int(config["num_key_value_heads"])
+        self.head_dim = int(config["head_dim"])
+        self.rope_theta = float(config.get("rope_theta") or rope["rope_theta"])
+        self.weights = {name.removeprefix("model."): w for name, w in _load(Path(draft)).items()}
+        shared = _load(Path(target), (*EMBEDDING_NAMES, "lm_head.weight"))
+        self.embed = next(shared[name] for name in EMBEDDING_NAMES if name in shared)
+        self.head = shared.get("lm_head.weight", self.embed)
+        self.is_dspark = "markov_head.markov_w1.weight" in self.weights
+        self.embedding = self.weights.get("carryover_embedding")
+
+    def _rope(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotate [rows, heads, head_dim] by absolute positions [rows]."""
+        half = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
+        angle = (positions.double()[:, None] / self.rope_theta**half)[:, None]
+        cos, sin = angle.cos().float(), angle.sin().float()
+        left, right = x.chunk(2, -1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+    def _key_value(self, x: torch.Tensor, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        prefix = f"layers.{layer}.self_attn."
+        key = (x @ self.weights[prefix + "k_proj.weight"].T).view(-1, self.kv_heads, self.head_dim)
+        value = (x @ self.weights[prefix + "v_proj.weight"].T).view(-1, self.kv_heads, self.head_dim)
+        key = self._rope(rms_norm(key, self.weights[prefix + "k_norm.weight"], self.eps), positions)
+        return key, value
+
+    def context(self, features: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each layer's key and value [rows, kv heads, head_dim] of context rows with features [rows, D]."""
+        hidden = rms_norm(features @ self.weights["fc.weight"].T, self.weights["hidden_norm.weight"], self.eps)
+        return [self._key_value(hidden, layer, positions) for layer in range(self.layers)]
+
+    def block(
+        self, context: list[tuple[torch.Tensor, torch.Tensor]], token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Final hidden states [Q, hidden] of a block of token ids [Q], bidirectional, behind the context."""
+        w, rows = self.weights, len(token_ids)
+        hidden = self.embed[token_ids]
+        for layer, (context_key, context_value) in enumerate(context):
+            prefix = f"layers.{layer}."
+            x = rms_norm(hidden, w[prefix + "input_layernorm.weight"], self.eps)
+            query = (x @ w[prefix + "self_attn.q_proj.weight"].T).view(rows, self.heads, self.head_dim)
+            query = self._rope(rms_norm(query, w[prefix + "self_attn.q_norm.weight"], self.eps), positions)
+            key, value = self._key_value(x, layer, positions)
+            groups = self.heads // self.kv_heads
+            key = torch.cat([context_key, key]).repeat_interleave(groups, 1)
+            value = torch.cat([context_value, value]).repeat_interleave(groups, 1)
+            scores = torch.einsum("qhd,khd->hqk", query, key) * self.head_dim**-0.5
+            attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).reshape(rows, -1)
+            hidden = hidden + attended @ w[prefix + "self_attn.o_proj.weight"].T
+            x = rms_norm(hidden, w[prefix + "post_attention_layernorm.weight"], self.eps)
+            gate = torch.nn.functional.silu(x @ w[prefix + "mlp.gate_proj.weight"].T)
+            hidden = hidden + (gate * (x @ w[prefix + "mlp.up_proj.weight"].T)) @ w[prefix + "mlp.down_proj.weight"].T
+        return rms_norm(hidden, w["norm.weight"], self.eps)
+
+    def greedy(self, hidden: torch.Tensor, anchor: int) -> tuple[list[int], list[float]]:
+        """Drafted tokens of a block and the margin of each over the second best.
+
+        DFlash: the anchor's row predicts nothing. DSpark: rows predict in order, each biased by the token before
+        it (vanilla Markov head); where the block has a row more than drafts, the anchor's is skipped.
+        """
+        if not self.is_dspark or self.config.get("sample_from_anchor", True) is False:
+            hidden = hidden[1:]
+        logits = hidden @ self.head.T
+        tokens, margins, previous = [], [], anchor
+        for row in logits:
+            if self.is_dspark:
+                bias = (
+                    self.weights["markov_head.markov_w2.weight"]
+                    @ self.weights["markov_head.markov_w1.weight"][previous]
+                )
+                row = row + bias
+            best = row.topk(2)
+            previous = int(best.indices[0])
+            tokens.append(previous)
+            margins.append(float(best.values[0] - best.values[1]))
+        return tokens, margins

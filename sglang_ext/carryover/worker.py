@@ -1,0 +1,162 @@
+"""SGLang workers that let the next draft block read the rejected rows of the last verify step.
+
+The round itself is SGLang's. Two things differ: the write after a verify step covers all its rows
+(``rows.write_all_rows``), and the draft block's forward is told that its prefix is
+longer by the carried rows (``CarryMixin._draft_forward``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
+
+from sglang_ext.carryover.rows import CarryState, carried_rows, draft_slots, write_all_rows
+from sglang_ext.compat import check_draft_runner, rebind_block
+from sglang_ext.settings import carried_rows_limit, oracle_log
+
+logger = logging.getLogger(__name__)
+
+
+class CarryMixin:
+    """Keeps one integer per request slot and shifts each draft block behind the carried rows."""
+
+    # What the mixin needs of SGLang's workers; compat.TOUCH_POINTS asserts their signatures.
+    draft_model_runner: Any
+    draft_model: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_draft_runner(self)
+        self._limit = carried_rows_limit()
+        self._round: Any = None
+        # Both workers call the block's forward through this attribute, once a round
+        # (dflash_worker_v2.py:2688, dspark_draft.py:648); graph capture does not go through it.
+        self._stock_draft_forward: Callable[..., Any] = self.draft_model_runner.forward
+        self.draft_model_runner.forward = self._draft_forward
+
+    def carry_widths(self) -> tuple[int, int]:
+        """(W, Q): rows of one verify step, rows of one draft block."""
+        raise NotImplementedError
+
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate SGLang's pools, then the per-slot state beside them."""
+        super().alloc_memory_pool(*args, **kwargs)  # type: ignore[misc]
+        pool = self.draft_model_runner.req_to_token_pool
+        self._slot_rows: torch.Tensor = pool.req_to_token
+        self._generation: torch.Tensor = pool.req_generation
+        self.carry = CarryState(self._slot_rows.shape[0], self._slot_rows.device)
+        verify_width, query_width = self.carry_widths()
+        trained = bool(self.draft_model.carryover_embedding.detach().any())
+        logger.info(
+            "Carryover is on: up to %s of %s verified rows are carried, draft block of %s rows, embedding %s.",
+            verify_width - 1 if self._limit is None else min(self._limit, verify_width - 1),
+            verify_width,
+            query_width,
+            "trained" if trained else "zero (untrained: expect no gain)",
+        )
+        if log := oracle_log():
+            from sglang_ext.carryover.oracle import attach
+
+            attach(self, log)
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None, **kwargs: Any
+    ) -> Any:
+        """One scheduler step, on the forward stream; state is reset and advanced here and nowhere else."""
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            self._forget(batch)
+        elif not batch.forward_mode.is_idle() and batch.reqs:
+            # A slot may start decoding without a prefill seen here.
+            slots_cpu = batch.req_pool_indices_cpu
+            self.carry.admit(slots_cpu, self._generation[slots_cpu])
+            self._round = batch
+        try:
+            return super().forward_batch_generation(  # type: ignore[misc]
+                batch, on_publish, grammar_barrier, **kwargs
+            )
+        finally:
+            self._round = None
+
+    def _forget(self, batch: Any) -> None:
+        """A prefill, or the one-token extend of a running request in a mixed chunk, ends what its slot carries."""
+        slots_cpu = batch.req_pool_indices_cpu
+        if slots_cpu is not None and slots_cpu.numel():
+            self.carry.forget(batch.req_pool_indices, slots_cpu)
+            self.carry.tenant[slots_cpu] = self._generation[slots_cpu]
+
+    def _draft_forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The draft runner's forward; the block of an armed decode round is shifted first."""
+        batch, self._round = self._round, None
+        if batch is not None and forward_batch.batch_size > 0 and forward_batch.forward_mode.is_target_verify():
+            self._shift(forward_batch, batch)
+        return self._stock_draft_forward(forward_batch, *args, **kwargs)
+
+    def _shift(self, forward_batch: Any, batch: Any) -> None:
+        """Tell the block that its prefix is committed + carried rows; its positions stay.
+
+        Lengths and slots are given as new tensors: SGLang reuses the ones it passed.
+        """
+        verify_width, query_width = self.carry_widths()
+        slots, committed = forward_batch.req_pool_indices, forward_batch.seq_lens
+        columns = self._slot_rows.shape[1]
+        previous = self.carry.advance(slots, committed)
+        carried = carried_rows(previous, committed, verify_width, columns - committed - query_width, self._limit)
+        block_slots = draft_slots(
+            self._slot_rows, slots, committed, carried, forward_batch.out_cache_loc.view(-1, query_width)
+        )
+        if batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu is not None:
+            # The host lengths are exact here, so the host can follow without waiting for the device. Where
+            # they are absent, SGLang passes bounds that cover the shift already.
+            committed_cpu = batch.seq_lens_cpu
+            previous_cpu = self.carry.advance_cpu(batch.req_pool_indices_cpu, committed_cpu)
+            room_cpu = columns - committed_cpu - query_width
+            carried_cpu = carried_rows(previous_cpu, committed_cpu, verify_width, room_cpu, self._limit)
+            forward_batch.seq_lens_cpu = forward_batch.seq_lens_cpu + carried_cpu
+            forward_batch.seq_lens_sum = int(forward_batch.seq_lens_cpu.sum())
+        forward_batch.seq_lens = committed + carried
+        rebind_block(self.draft_model_runner, forward_batch, block_slots, query_width)
+
+
+class CarryoverDFlashWorker(CarryMixin, DFlashWorkerV2):
+    """DFLASH with carried rows; here the worker projects and writes the context (dflash_worker_v2.py:1856)."""
+
+    def carry_widths(self) -> tuple[int, int]:
+        """W = Q = block size: the anchor and block - 1 drafts, all verified."""
+        return int(self.block_size), int(self.block_size)
+
+    def _append_target_hidden_to_draft_kv_by_loc(
+        self,
+        *,
+        target_hidden: torch.Tensor,
+        cache_loc: torch.Tensor,
+        positions: torch.Tensor,
+        cache_loc_2d: torch.Tensor | None = None,
+        commit_lens: torch.Tensor | None = None,
+        extend_lens: Any = None,
+    ) -> None:
+        if cache_loc_2d is not None and commit_lens is not None:
+            with torch.inference_mode():
+                target_hidden, commit_lens = write_all_rows(
+                    target_hidden, commit_lens, cache_loc_2d.shape[1], self.draft_model.carryover_embedding
+                )
+        super()._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=target_hidden,
+            cache_loc=cache_loc,
+            positions=positions,
+            cache_loc_2d=cache_loc_2d,
+            commit_lens=commit_lens,
+            extend_lens=extend_lens,
+        )
+
+
+class CarryoverDSparkWorker(CarryMixin, DSparkWorkerV2):
+    """DSPARK with carried rows; the context is written by the draft model (draft_model.CarryoverDSparkModel)."""
+
+    def carry_widths(self) -> tuple[int, int]:
+        """W = gamma + 1; Q = gamma, or gamma + 1 where the anchor's slot predicts nothing."""
+        return int(self.verify_num_draft_tokens), int(self.query_token_num)

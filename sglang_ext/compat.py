@@ -1,0 +1,142 @@
+"""The only module that reaches into SGLang's private parts; each is named here and asserted at start.
+
+Written for SGLang 0.5.23. Another version is refused: its workers, pools and arguments differ.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from sglang_ext.errors import UsageError
+
+SGLANG_VERSION = "0.5.23"
+
+DRAFT_BACKENDS = ("triton", "flashinfer", "fa3", "fa4", "torch_native")
+"""Attention backends whose draft block is an ordinary prefix plus a block (internals: read from req_to_token)."""
+
+_DFLASH = "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2"
+_DSPARK = "sglang.srt.speculative.dspark_components.dspark_worker_v2:DSparkWorkerV2"
+
+# Everything overridden or called, with the parameters it is relied upon to take.
+TOUCH_POINTS: dict[str, tuple[str, ...]] = {
+    f"{_DFLASH}.forward_batch_generation": ("batch", "on_publish", "grammar_barrier"),
+    f"{_DFLASH}.alloc_memory_pool": ("memory_pool_config", "req_to_token_pool", "token_to_kv_pool_allocator"),
+    f"{_DFLASH}._append_target_hidden_to_draft_kv_by_loc": (
+        "target_hidden", "cache_loc", "positions", "cache_loc_2d", "commit_lens", "extend_lens",
+    ),
+    f"{_DSPARK}.forward_batch_generation": ("batch", "on_publish", "grammar_barrier", "pp_proxy_tensors"),
+    f"{_DSPARK}.alloc_memory_pool": ("memory_pool_config", "req_to_token_pool", "token_to_kv_pool_allocator"),
+    "sglang.srt.models.dspark:DSparkDraftModel.write_target_hidden_kv": (
+        "target_hidden", "pool", "positions", "cache_loc", "cache_loc_2d", "commit_lens", "target_hidden_is_projected",
+    ),
+    "sglang.srt.models.dflash:DFlashDraftModel.__init__": ("config", "quant_config", "prefix"),
+    "sglang.srt.models.dflash:DFlashDraftModel.load_weights": ("weights",),
+    "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.plan": (
+        "req_pool_indices", "seq_lens", "seq_lens_cpu", "write_virtual", "read_extent",
+    ),
+    "sglang.srt.mem_cache.kv_loc_plan:KVLocPlan.bind": ("batch", "reader", "cols"),
+    "sglang.srt.mem_cache.kv_cache_configurator:get_req_to_token_extra_context_len": (),
+    "sglang.srt.mem_cache.allocation_sizing:get_alloc_reserve_per_decode": (),
+    "sglang.srt.mem_cache.allocation_sizing:get_alloc_page_size": (),
+}  # fmt: skip
+
+
+def check_version() -> None:
+    """UsageError unless the installed SGLang is the one this plugin is written for."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        raise UsageError(
+            f"SGLang is not installed, but this plugin extends SGLang {SGLANG_VERSION}; "
+            f"run `pip install sglang=={SGLANG_VERSION}`."
+        ) from None
+    if found.split("+")[0] != SGLANG_VERSION:
+        raise UsageError(
+            f"SGLang {found} is installed, but this plugin relies on private parts of SGLang {SGLANG_VERSION}; "
+            f"run `pip install sglang=={SGLANG_VERSION}`."
+        )
+
+
+def check_touch_points(points: dict[str, tuple[str, ...]] = TOUCH_POINTS) -> None:
+    """UsageError naming the first part of SGLang that is missing or no longer takes the parameters relied upon."""
+    for point, parameters in points.items():
+        module, _, path = point.partition(":")
+        try:
+            target: Any = import_module(module)
+            for name in path.split("."):
+                target = getattr(target, name)
+            missing = [name for name in parameters if name not in inspect.signature(target).parameters]
+        except (ImportError, AttributeError) as error:
+            raise UsageError(
+                f"SGLang has no {point} ({error}); install an unmodified SGLang {SGLANG_VERSION}."
+            ) from None
+        if missing:
+            raise UsageError(
+                f"SGLang's {point} takes no parameter {missing[0]!r}; install an unmodified SGLang {SGLANG_VERSION}."
+            )
+
+
+def register_draft_models() -> None:
+    """Make the draft architectures loadable. Importing SGLang's registry imports every model, so only schedulers do."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    from sglang_ext.carryover.draft_model import CarryoverDFlashDraftModel, CarryoverDSparkModel
+
+    for model in (CarryoverDFlashDraftModel, CarryoverDSparkModel):
+        ModelRegistry.models.setdefault(model.__name__, model)
+
+
+def widen_slot_rows() -> None:
+    """Give each request's slot row the columns that decode may reserve.
+
+    At page size 1 SGLang sizes a row for context + 4 + W columns (allocation_sizing.py:96), but reserves up to
+    2 * W behind the committed length, and with overlap the round after a request's end verifies there: within
+    a block of the context end, stock DFLASH and DSPARK run into the next request's row.
+    """
+    from sglang.srt.mem_cache import allocation_sizing, kv_cache_configurator
+
+    stock = allocation_sizing.get_req_to_token_extra_context_len
+
+    def extra_columns() -> int:
+        reserve = allocation_sizing.get_alloc_reserve_per_decode() + allocation_sizing.get_alloc_page_size() - 1
+        return max(stock(), reserve)
+
+    # Imported there by name, so the name there is what counts.
+    kv_cache_configurator.get_req_to_token_extra_context_len = extra_columns
+
+
+def check_draft_runner(worker: Any) -> None:
+    """UsageError for what only a built worker knows: its attention backend and the drafter's variant."""
+    backend = worker.draft_model_runner.draft_attention_backend
+    if backend not in DRAFT_BACKENDS:
+        raise UsageError(
+            f"The draft attention backend {backend} is not verified with carried rows; "
+            f"set --speculative-draft-attention-backend to one of {', '.join(DRAFT_BACKENDS)}."
+        )
+    if not hasattr(worker.draft_model, "carryover_embedding"):
+        raise UsageError(
+            f"The draft model {type(worker.draft_model).__name__} has no carryover_embedding; "
+            "make a Carryover drafter of it with `sglang-ext convert BASE --carryover OUT`."
+        )
+    for variant in ("selector", "lilicorr"):
+        if getattr(worker, variant, None) is not None:
+            raise UsageError(
+                f"A drafter with a {variant} is not supported with carried rows; serve it as stock DFLASH."
+            )
+
+
+def rebind_block(runner: Any, forward_batch: Any, block_slots: torch.Tensor, query_width: int) -> None:
+    """Plan the draft block's reads and writes anew after its lengths and slots ([bs * Q] int64) have changed."""
+    translator = runner.kv_index_translator
+    translator.plan(
+        req_pool_indices=forward_batch.req_pool_indices,
+        seq_lens=forward_batch.seq_lens,
+        seq_lens_cpu=forward_batch.seq_lens_cpu,
+        write_virtual=block_slots,
+        read_extent=query_width,
+    ).bind(forward_batch, translator)

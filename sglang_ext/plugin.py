@@ -1,0 +1,19 @@
+"""What SGLang calls when it loads its plugins, in every process of a server."""
+
+from __future__ import annotations
+
+from sglang_ext import compat
+from sglang_ext.errors import refusal_ends_process
+
+
+def register() -> None:
+    """Entry point of the group ``sglang.srt.plugins``: add the algorithms, or end the process with the reason."""
+    with refusal_ends_process():
+        compat.check_version()
+    from sglang.srt.platforms import current_platform
+
+    from sglang_ext import algorithms, cpu
+
+    if type(current_platform).__module__ == "sglang_ext.cpu.platform":
+        cpu.install()
+    algorithms.register()

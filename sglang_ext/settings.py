@@ -1,0 +1,25 @@
+"""Switches read from the environment, since a plugin cannot add flags to SGLang's command line."""
+
+from __future__ import annotations
+
+import os
+
+from sglang_ext.errors import UsageError
+
+CARRIED_ROWS_LIMIT = "SGLANG_EXT_CARRIED_ROWS"
+ORACLE_LOG = "SGLANG_EXT_ORACLE_LOG"
+
+
+def carried_rows_limit() -> int | None:
+    """At most this many rejected rows are carried: unset means all, 0 switches the carry off."""
+    value = os.environ.get(CARRIED_ROWS_LIMIT)
+    if value in (None, "", "all"):
+        return None
+    if not value.isdigit():  # type: ignore[union-attr]
+        raise UsageError(f"{CARRIED_ROWS_LIMIT}={value} is not a number of rows; set 0 (off), 1, 2, ... or 'all'.")
+    return int(value)  # type: ignore[arg-type]
+
+
+def oracle_log() -> str | None:
+    """File that the debug mode writes its comparisons to (JSON lines); unset means the mode is off."""
+    return os.environ.get(ORACLE_LOG) or None
