@@ -1,0 +1,1 @@
+"""Subcommands of ``sglang-ext`` that read, make and serve checkpoints."""
