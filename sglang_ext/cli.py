@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from sglang_ext import __version__
 from sglang_ext.errors import UsageError
 
-# Each module has add_arguments(parser) and run(args) -> exit code; heavy imports belong inside run.
+# Each module has add_arguments(parser) and run(args) -> exit code; heavy imports belong inside run. A module with
+# TAKES_REST gets the words that its parser does not know in args.rest.
 COMMANDS = {
     "serve": ("sglang_ext.commands.serve", "start the SGLang server with a drafter"),
     "inspect": ("sglang_ext.commands.inspect", "print what a checkpoint promises and what is wrong with it"),
@@ -29,12 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     called = next((word for word in argv if word in COMMANDS), None)
     module = None
     for name, (path, help_line) in COMMANDS.items():
-        subparser = commands.add_parser(name, help=help_line, description=help_line[0].upper() + help_line[1:] + ".")
+        subparser = commands.add_parser(
+            name, help=help_line, description=help_line[0].upper() + help_line[1:] + ".", allow_abbrev=False
+        )
         if name == called:
             module = importlib.import_module(path)
             module.add_arguments(subparser)
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    args.rest = rest
     assert module is not None
+    if rest and not getattr(module, "TAKES_REST", False):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(module.run(args))
     except UsageError as error:

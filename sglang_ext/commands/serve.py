@@ -1,0 +1,105 @@
+"""``sglang-ext serve``: SGLang's own server with the algorithm that a drafter needs.
+
+Everything that can be wrong with checkpoints, method and port is found here, before torch or SGLang is imported; then
+this process becomes the server (``sglang_ext.server``), so signals and the exit code are the server's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from sglang_ext import server
+from sglang_ext.checkpoints import DraftContract, TargetInfo, check, locate, read_contract, read_target
+from sglang_ext.errors import UsageError
+
+METHODS = ("auto", "none", "carryover", "ready")
+TAKES_REST = True  # what this parser does not know is SGLang's, in its order, in args.rest
+_OURS = ("--speculative-algorithm", "--speculative-draft-model-path", "--speculative-draft-model")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Our two options; MODEL is taken from the rest, so that SGLang's flags may stand anywhere behind it."""
+    parser.usage = "sglang-ext serve MODEL [--draft D] [--method auto|none|carryover|ready] [any SGLang flag]"
+    parser.epilog = "MODEL and every other flag go to SGLang as they are; `sglang serve --help` lists them."
+    parser.add_argument(
+        "--draft", metavar="D", help="directory or Hugging Face name of the drafter; none: no speculation"
+    )
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        default="auto",
+        help="auto (default): what the drafter is made for; none: stock DFLASH or DSPARK (plain without a drafter)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything, then become the server; returns only where that is impossible."""
+    model, flags = split_model(args.rest)
+    argv = ["--model-path", model, *flags]
+    if args.draft:
+        contract = checked_draft(model, args.draft, flags)
+        algorithm = choose_algorithm(contract, args.method)
+        argv += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", args.draft]
+        note = f"{algorithm} on {model} with {args.draft}, {contract.verify_width} rows in a verify step"
+        if contract.embedding_is_zero():
+            note += "; its Carryover embedding is zero, still untrained"
+    else:
+        if args.method not in ("auto", "none"):
+            raise UsageError(f"--method {args.method} needs a drafter; add --draft D.")
+        if "://" not in model and not Path(model).exists():
+            locate(model, weights=False)
+        note = f"{model} as SGLang serves it, without a drafter of ours"
+    server.check_port(*server.address(flags))
+    print(f"sglang-ext serve: {note}.", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "sglang_ext.server", *argv])
+
+
+def split_model(rest: list[str]) -> tuple[str, list[str]]:
+    """MODEL (the first word, or the value of --model-path) and the other words in their order."""
+    if rest and not rest[0].startswith("-"):
+        return rest[0], rest[1:]
+    for name in ("--model-path", "--model"):
+        value, others = server.take(rest, name)
+        if value is not None:
+            return value, others
+    raise UsageError("MODEL is missing; write it first: sglang-ext serve MODEL --draft D [any SGLang flag].")
+
+
+def checked_draft(model: str, draft: str, flags: list[str]) -> DraftContract:
+    """The drafter's contract, once it is whole and fits the target."""
+    for name in _OURS:
+        if server.take(flags, name)[0] is not None:
+            raise UsageError(f"{name} is chosen from --draft and --method; leave it out or leave --draft out.")
+    revision, _ = server.take(flags, "--speculative-draft-model-revision")
+    contract = read_contract(locate(draft, revision=revision))
+    check(contract, _target(model, flags))
+    return contract
+
+
+def choose_algorithm(contract: DraftContract, method: str) -> str:
+    """Name of the speculative algorithm for a drafter under ``--method``; UsageError where they do not go together."""
+    if method == "ready":
+        raise UsageError("--method ready is not in this version; use auto, none or carryover.")
+    if method in ("auto", contract.method):
+        return contract.algorithm
+    if method == "carryover":
+        raise UsageError(
+            f"{contract.path} is a stock drafter without a Carryover embedding; make one of it with "
+            f"sglang-ext convert {contract.path} --carryover OUT, or serve it with --method none."
+        )
+    raise UsageError(
+        f"{contract.path} is a Carryover drafter, which stock {contract.base_algorithm} does not load; serve the "
+        "drafter it was made from, or keep --method carryover and set SGLANG_EXT_CARRIED_ROWS=0, which drafts as stock."
+    )
+
+
+def _target(model: str, flags: list[str]) -> TargetInfo | None:
+    """What the drafter must fit; None where only SGLang can read the target (object storage, GGUF)."""
+    if "://" in model or Path(model).is_file():
+        return None
+    revision, _ = server.take(flags, "--revision")
+    return read_target(locate(model, revision=revision, weights=False))
