@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
+from functools import partial
 from typing import Any
 
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from sglang_ext import compat
+from sglang_ext.checkpoints import check, locate, read_contract, read_target
 from sglang_ext.errors import UsageError, refusal_ends_process
 
 BASES = {"CARRYOVER_DFLASH": SpeculativeAlgorithm.DFLASH, "CARRYOVER_DSPARK": SpeculativeAlgorithm.DSPARK}
@@ -50,28 +52,24 @@ def register() -> None:
         if get_spec(name) is None:
             SpeculativeAlgorithm.register(
                 name, supports_overlap=True, validate_server_args=_validate, spec_class=ExtendedAlgorithm
-            )(_worker_factory(name))
+            )(partial(_worker_class, name))
 
 
-def _worker_factory(name: str) -> Any:
-    def worker_class(server_args: Any) -> type:
-        """Called in the scheduler process, before any pool exists."""
-        with refusal_ends_process():
-            compat.check_touch_points()
-        compat.register_draft_models()
-        compat.widen_slot_rows()
-        from sglang_ext.carryover import worker
+def _worker_class(name: str, server_args: Any) -> type:
+    """The worker of an algorithm; called in the scheduler process, before any pool exists."""
+    with refusal_ends_process():
+        compat.check_touch_points()
+    compat.register_draft_models()
+    compat.widen_slot_rows()
+    from sglang_ext.carryover import worker
 
-        return {"CARRYOVER_DFLASH": worker.CarryoverDFlashWorker, "CARRYOVER_DSPARK": worker.CarryoverDSparkWorker}[
-            name
-        ]
-
-    return worker_class
+    return {"CARRYOVER_DFLASH": worker.CarryoverDFlashWorker, "CARRYOVER_DSPARK": worker.CarryoverDSparkWorker}[name]
 
 
 def _validate(server_args: Any) -> None:
     with refusal_ends_process():
         check_server_args(server_args)
+        check_drafter(server_args)
 
 
 # Argument, the values it may have, and the end of the sentence that refuses any other.
@@ -120,3 +118,24 @@ def check_server_args(server_args: Any) -> None:
     draft = getattr(server_args, "speculative_draft_model_path", None)
     if draft is None:
         raise UsageError(f"{algorithm} needs a drafter: set --speculative-draft-model-path to a Carryover checkpoint.")
+
+
+def check_drafter(server_args: Any) -> None:
+    """UsageError unless the drafter is whole, made for the chosen algorithm, and fits the target."""
+    algorithm, path = server_args.speculative_algorithm.upper(), server_args.speculative_draft_model_path
+    contract = read_contract(locate(path, revision=server_args.speculative_draft_model_revision))
+    if contract.algorithm != algorithm:
+        raise UsageError(
+            f"{path} is a drafter for {contract.algorithm}, not for {algorithm}; choose that algorithm, or make a "
+            "Carryover drafter with `sglang-ext convert BASE --carryover OUT`."
+        )
+    check(contract, read_target(locate(server_args.model_path, revision=server_args.revision, weights=False)))
+    widths = {
+        "speculative_num_draft_tokens": contract.verify_width,
+        f"speculative_{contract.kind}_block_size": contract.block_size,
+    }
+    for name, trained in widths.items():
+        value = getattr(server_args, name)
+        if value not in (None, trained):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} {value} differs from the {trained} that {path} was trained with; leave it out.")

@@ -11,8 +11,7 @@ from sglang.srt.models.dspark import DSparkDraftModel
 from torch import nn
 
 from sglang_ext.carryover.rows import write_all_rows
-
-EMBEDDING = "carryover_embedding"
+from sglang_ext.checkpoints import EMBEDDING
 
 
 class _CarryoverEmbedding:

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import torch
 
 from sglang_ext.carryover.reference import ReferenceDrafter
+from sglang_ext.settings import carried_rows_limit
 
 TOLERANCE = 1e-4
 """Largest difference of a hidden state (fp32, of order 1) that reordered sums explain; a wrong row shows over 1e-3."""
@@ -49,6 +50,7 @@ class Oracle:
         self.log = log
         self.verify_width, self.query_width = worker.carry_widths()
         self.mask_token_id = int(worker._mask_token_id)
+        self.limit = carried_rows_limit()
         self.records: dict[str, _Record] = {}
         # Features by token prefix: a radix hit brings rows that an earlier request computed.
         self.rows: dict[int, torch.Tensor] = {}
@@ -79,7 +81,8 @@ class Oracle:
             start = len(record.tokens)
             for row in range(committed):
                 self._append(record, self.candidates[index][row], rows[index, row])
-            record.carried = [(start + row, rows[index, row]) for row in range(committed, self.verify_width)]
+            rejected = [(start + row, rows[index, row]) for row in range(committed, self.verify_width)]
+            record.carried = rejected[: self.limit]
 
     def _append(self, record: _Record, token: int, row: torch.Tensor | None) -> None:
         key = hash((record.keys[-1], token))

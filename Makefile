@@ -1,0 +1,25 @@
+# Everything runs in .venv, which the first call makes (scripts/bootstrap.py).
+PYTHON ?= python3
+RUN := .venv/bin/python
+
+.PHONY: help setup demo test lint clean
+
+help: ## What can be made
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup:  ## Make .venv (quick when it is up to date)
+	@$(PYTHON) scripts/bootstrap.py
+
+demo: setup ## The real server on the reference models: plain decoding, DSPARK, CARRYOVER_DSPARK
+	@$(RUN) -m sglang_ext.demo
+
+test: setup ## All tests (about 15 minutes on two cores)
+	@$(RUN) -m pytest
+
+lint: setup ## ruff and mypy
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
+
+clean: ## Remove build results (not .venv)
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
