@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from loguru import logger
 from speculators.models.attention import ALL_ATTENTION_FUNCTIONS, flex_attention_forward
 from speculators.models.dflash.core import DFlashDraftModel
 from speculators.models.dspark.core import DSparkDraftModel
@@ -212,6 +213,7 @@ def build_drafter(
         "draft_attn_impl": "simple_flex_attention" if attention == "flex" else attention,
     }
     layers = layer_config(shape, config)
+    logger.disable("speculators")  # it warns that a target with tied embeddings has no lm_head
     if shape.kind == "dflash":
         model: Any = AnchoredDFlash.from_training_args(layers, **arguments)
     else:

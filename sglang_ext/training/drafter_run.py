@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def training_arguments(settings: DrafterSettings, args: argparse.Namespace, devi
         max_grad_norm=1.0,
         bf16=bf16,
         use_cpu=not on_gpu,
-        ddp_backend="nccl" if on_gpu else "gloo",
+        ddp_backend=("nccl" if on_gpu else "gloo") if "WORLD_SIZE" in os.environ else None,
         ddp_find_unused_parameters=False,
         seed=settings.seed,
         dataloader_num_workers=args.workers if on_gpu else 0,

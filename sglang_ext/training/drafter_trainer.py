@@ -36,7 +36,7 @@ class DrafterTrainer(Trainer):
         heldout: Dataset[dict[str, Tensor]] | None,
         features: TargetFeatures,
     ) -> None:
-        super().__init__(model=model, args=args, train_dataset=batches, data_collator=_only_item)
+        super().__init__(model=model, args=args, train_dataset=batches, eval_dataset=heldout, data_collator=_only_item)
         self.model_accepts_loss_kwargs = True  # the loss below is divided by the whole step's weights already
         self.features = features
         self.heldout = heldout
