@@ -72,7 +72,10 @@ def train_drafter(settings: DrafterSettings, args: argparse.Namespace) -> Drafte
     batches = AnchorBatches(documents, shape.block, count=micro_batches, seed=settings.seed, **common)
     evaluated = None
     if args.held_out_batches:
-        evaluated = AnchorBatches(held_out, shape.block, count=args.held_out_batches, seed=settings.seed + 1, **common)
+        each = -(-args.held_out_batches // arguments.world_size)  # every process evaluates as many
+        evaluated = AnchorBatches(
+            held_out, shape.block, count=each * arguments.world_size, seed=settings.seed + 1, **common
+        )
     checkpoint = None
     if args.resume or arguments.process_index == 0:
         checkpoint = claim_output(args.out, _record(settings, documents), args.resume)

@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drafter_fixtures import arguments, make_target, make_tokens
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from sglang_ext.errors import UsageError
 from sglang_ext.training import drafter_run, drafters
 from sglang_ext.training.drafter_run import train_drafter
-
-from drafter_fixtures import arguments, make_target, make_tokens
 
 
 @pytest.fixture(scope="module")
