@@ -9,6 +9,7 @@ import importlib
 # imports are inside run.
 STAGES = {
     "data": ("sglang_ext.training.data", "build the corpus: train and held-out documents by category"),
+    "prompts": ("sglang_ext.training.prompts", "choose held-out prompts by category"),
     "tokenizer": ("sglang_ext.training.tokenizer", "train the tokenizer on the corpus"),
     "encode": ("sglang_ext.training.encode", "turn the corpus into token ids"),
     "target": ("sglang_ext.training.targets", "train a small Qwen3 or Qwen3.5-text model"),
