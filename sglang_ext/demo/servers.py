@@ -1,0 +1,82 @@
+"""One ``sglang-ext serve`` process with its children, from start to its last trace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sglang_ext.errors import UsageError
+
+START_SECONDS = 240.0
+STOP_SECONDS = 20.0
+
+
+@contextlib.contextmanager
+def serving(words: Sequence[str], *, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run ``sglang-ext serve`` with these words until the block ends, whichever way it ends.
+
+    Args:
+        words: arguments of ``sglang-ext serve``, without the port.
+        port: where it listens on 127.0.0.1.
+        log: file for everything it prints.
+
+    Yields:
+        The process, once /health answers. It leads its own process group, which is gone when the block is left.
+
+    Raises:
+        UsageError: the server ended or stayed silent instead of answering; says what it printed last.
+    """
+    command = [sys.executable, "-m", "sglang_ext.cli", "serve", *words, "--port", str(port)]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        _wait_until_healthy(process, port, log)
+        yield process
+    finally:
+        stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask the server to stop, wait, and end what is left of its process group; Ctrl-C meanwhile changes nothing."""
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        if process.poll() is None:
+            process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise UsageError(f"The server ended with code {process.returncode} before it answered: {_last_line(log)}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.5)
+    raise UsageError(f"The server did not answer within {START_SECONDS:.0f} s; read {log}.")
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return f"{lines[-1].rstrip('.') if lines else 'it printed nothing'} ({log})."
