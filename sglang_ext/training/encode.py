@@ -104,9 +104,10 @@ class TokenDataset:
 def encode(
     tokenizer: Tokenizer, documents: Iterable[Document], max_tokens: int
 ) -> Iterator[tuple[Document, list[int], int]]:
-    """Yield (document, ids, response start); a response that passes ``max_tokens`` is cut, a prompt that does is left out.
+    """Yield (document, ids, response start).
 
-    Prompt and response are tokenised apart, as in serving: no token spans the two.
+    A response that passes ``max_tokens`` is cut; a document whose prompt does is left out. Prompt and response are
+    tokenised apart, as in serving: no token spans the two.
     """
     for batch in _batches(documents):
         prompts = tokenizer.encode_batch_fast([render_prompt(document.prompt) for document in batch])

@@ -36,13 +36,14 @@ def problems(seed: int, size: int) -> Iterator[Text]:
     asked: set[str] = set()
     written = 0
     while written < size:
-        question, steps, answer = draw.choice(KINDS)(draw)
+        kind = draw.choice(KINDS)
+        question, steps, answer = kind(draw)
         if question in asked:
             continue
         asked.add(question)
         response = "\n".join([*(f"Step {k}: {step}" for k, step in enumerate(steps, 1)), f"Answer: {answer}"])
         written += len(question) + len(response)
-        yield Text(f"math/{question}", f"{len(asked)}", question, response)
+        yield Text(f"math/{question}", f"{kind.__name__}/{len(asked)}", question, response)
 
 
 def _signed(number: int) -> str:

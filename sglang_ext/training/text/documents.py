@@ -76,13 +76,13 @@ def well_formed(text: Text) -> bool:
 
 
 def pieces(text: str, size: int = PIECE_BYTES) -> Iterator[str]:
-    """Cut at line ends, at a blank line where one lies in the second half of the piece."""
+    """Cut at line ends, at a blank line where one lies in the last quarter of the piece."""
     lines: list[str] = []
     length = 0
     for line in text.splitlines():
         lines.append(line.rstrip())
         length += len(line) + 1
-        if length > size or (length > size // 2 and not line.strip()):
+        if length > size or (length > size * 3 // 4 and not line.strip()):
             yield "\n".join(lines).strip("\n")
             lines, length = [], 0
     if lines:

@@ -15,7 +15,7 @@ FILE = r"^(.*)$"
 """Every file is its own unit of the split."""
 
 _BOILERPLATE = "script,style,nav,header,footer,.sidebar,#sidebar,.navheader,.navfooter,.sphinxsidebar,.related,.toc"
-_BOILERPLATE += ",#top,#topbar,.headerlink,#quickview,.toplang,.bottomlang,#comments_section,.outofdate,.nosearch"
+_BOILERPLATE += ",#top,#topbar,.headerlink,.permalink,#quickview,.toplang,.bottomlang,#comments_section,.outofdate"
 _BLOCKS = "p,li,h1,h2,h3,h4,dt,dd,tr,pre,div"
 
 
@@ -93,7 +93,9 @@ def html_text(page: str) -> str:
     if main is None:
         return ""
     for node in main.css("pre"):
-        node.replace_with(node.text(deep=True).replace("\n", "\x01").replace(" ", "\x02"))
+        node.replace_with("\x01" + node.text(deep=True).replace("\n", "\x01").replace(" ", "\x02") + "\x01")
+    for node in main.css("td,th"):
+        node.insert_before(" ")
     for node in main.css(_BLOCKS):
         node.insert_before("\x01")
     # Line ends of the HTML source are spaces; only block elements and preformatted text break lines.

