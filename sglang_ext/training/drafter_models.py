@@ -228,11 +228,18 @@ def build_drafter(
     return model
 
 
-def _flex(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-    # Under autocast the query/key norms return fp32 while the values stay bf16; flex attention wants one dtype.
-    return _compiled_flex(module, query.to(value.dtype), key.to(value.dtype), value, mask, **kwargs)
+@torch.compile
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float) -> Tensor:
+    return flex_attention_forward(None, query, key, value, mask, scaling=scaling)[0]
+
+
+def _flex(
+    _module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    # Under autocast the query and key norms return fp32 while the values stay bf16; flex attention wants one dtype.
+    # The module stays outside the compiled function, which would be compiled anew for each layer otherwise.
+    return _attend(query.to(value.dtype), key.to(value.dtype), value, mask, scaling), None
 
 
 _FLEX = "anchored_flex"
-_compiled_flex = torch.compile(flex_attention_forward)
 ALL_ATTENTION_FUNCTIONS.register(_FLEX, _flex)
