@@ -22,11 +22,11 @@ DEFAULT_ADDRESS = ("127.0.0.1", 30000)  # of SGLang's own --host and --port
 
 def main(argv: Sequence[str]) -> int:
     """Run the server until it is told to stop; 2 when the arguments are refused."""
-    from sglang_ext import compat
+    from sglang_ext import compat, cpu
 
     with refusal_ends_process():
         compat.check_version()
-        server_args = resolve(with_cpu_defaults(argv) if _ON_CPU else list(argv))
+        server_args = resolve(with_cpu_defaults(argv) if cpu.activate() else argv)
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree
 
@@ -116,15 +116,6 @@ def check_port(host: str, port: int) -> None:
 def _stop(signum: int, frame: FrameType | None) -> None:
     sys.exit(128 + signum)
 
-
-def _select_platform() -> bool:
-    from sglang_ext import cpu
-
-    return cpu.activate() is not None
-
-
-# Spawned children import this module before they unpickle anything of SGLang's, so they choose the platform here too.
-_ON_CPU = __name__ in ("__main__", "__mp_main__") and _select_platform()
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
