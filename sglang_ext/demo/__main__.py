@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from sglang_ext import __version__
 from sglang_ext.checkpoints import DraftContract, check, read_contract, read_target
 from sglang_ext.commands.convert import convert
+from sglang_ext.demo import report
 from sglang_ext.demo.measure import Answer, Prompt, ask, figures, read_prompts
 from sglang_ext.demo.servers import serving
 from sglang_ext.errors import UsageError
@@ -44,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=96, help="longest answer")
     parser.add_argument("--concurrency", type=int, default=4, help="requests in flight")
     parser.add_argument("--keep", action="store_true", help="keep the last server running until Ctrl-C")
-    signal.signal(signal.SIGTERM, _interrupt)
     console = Console(highlight=False)
     try:
         return run(parser.parse_args(argv), console)
@@ -74,22 +68,25 @@ def run(args: argparse.Namespace, console: Console) -> int:
         base.algorithm: [str(target), "--draft", str(draft), "--method", "none"],
         carried.algorithm: [str(target), "--draft", str(carried.path), "--method", "carryover"],
     }
+    console.print(
+        f"{target}, served {len(methods)} times: {len(prompts)} prompts, answers of up to {args.max_tokens} tokens."
+    )
     rows: list[dict[str, Any]] = []
     reference: list[Answer] | None = None
     with progress(console) as bar:
-        for number, (method, words) in enumerate(methods.items()):
+        for method, words in methods.items():
             task = bar.add_task(f"{method}: starting the server", total=len(prompts))
-            log = work / f"{method.replace(' ', '-')}.log"
-            with serving([*words, *SERVER_FLAGS], port=args.port, log=log):
+            with serving([*words, *SERVER_FLAGS], port=args.port, log=work / f"{method.replace(' ', '-')}.log"):
                 answers = measure(args, prompts, method, bar, task)
-                reference = reference or answers
-                rows.append(figures(method, answers, reference))
-                bar.update(task, description=method)
-                if number == len(methods) - 1:
-                    bar.stop()
-                    report(console, rows, carried, args)
-                    write(args.out, rows, carried, args, time.monotonic() - begun)
-                    keep(console, args)
+            reference = reference or answers
+            rows.append(figures(method, answers, reference))
+            bar.update(task, description=method)
+    untrained = carried.algorithm if carried.embedding_is_zero() else None
+    settings = {name: getattr(args, name) for name in ("per_category", "max_tokens", "concurrency")}
+    settings["seconds"] = round(time.monotonic() - begun, 1)
+    report.write(args.out, report.document(rows, untrained, settings))
+    show(console, rows, untrained, args.out)
+    keep(console, args, target, carried)
     return 0 if all(row["identical"] for row in rows) else 1
 
 
@@ -108,64 +105,28 @@ def measure(args: argparse.Namespace, prompts: list[Prompt], method: str, bar: P
     return ask(args.port, prompts, max_tokens=args.max_tokens, concurrency=args.concurrency, done=done)
 
 
-def report(console: Console, rows: list[dict[str, Any]], carried: DraftContract, args: argparse.Namespace) -> None:
+def show(console: Console, rows: list[dict[str, Any]], untrained: str | None, out: Path) -> None:
     """The table, and what its reader must know."""
-    table = Table(title="Acceptance length: tokens per step of the target, on held-out prompts", title_justify="left")
-    table.add_column("method", no_wrap=True)
-    categories = list(rows[0]["by_category"])
-    for name in [*categories, "overall", "verify steps"]:
-        table.add_column(name, justify="right")
-    table.add_column("output as plain decoding", justify="center")
-    for row in rows:
-        lengths = [f"{row['by_category'][category]:.2f}" for category in categories]
-        same = "yes" if row["identical"] else f"no: {', '.join(row['different'])}"
-        table.add_row(row["method"], *lengths, f"{row['acceptance_length']:.2f}", str(row["verify_steps"]), same)
-    console.print(table)
-    prompts, tokens = rows[0]["prompts"], rows[0]["tokens"]
-    console.print(
-        f"{prompts} prompts, {tokens} tokens each method, temperature 0. A step of plain decoding emits one token."
-    )
-    if carried.embedding_is_zero():
-        console.print(
-            f"{carried.algorithm}: the Carryover embedding is zero, still untrained, so its row is no result."
-        )
-    console.print("Times on a CPU are no speed claim for any method.")
-    console.print(f"Figures: {args.out}")
+    console.print(report.table(rows, untrained))
+    if untrained:
+        console.print(f"The embedding of {untrained} is zero, still untrained: its column is no result for Carryover.")
+    console.print("Plain decoding emits one token per step. Times on a CPU are no speed claim for any method.")
+    console.print(f"Figures: {out}", soft_wrap=True)
 
 
-def keep(console: Console, args: argparse.Namespace) -> None:
-    """Say where the server is, and with ``--keep`` leave it there until Ctrl-C."""
+def keep(console: Console, args: argparse.Namespace, target: Path, carried: DraftContract) -> None:
+    """Say how to have the Carryover server, and with ``--keep`` serve it until Ctrl-C."""
+    words = [str(target), "--draft", str(carried.path), *SERVER_FLAGS]
     at = f"http://127.0.0.1:{args.port}"
-    places = f"Chat: {at}/v1/chat/completions   Metrics: {at}/metrics"
+    places = f"  chat     {at}/v1/chat/completions\n  metrics  {at}/metrics"
     if not args.keep:
-        words = f"{args.models / args.target} --draft {args.out.parent / 'demo' / f'carryover-{args.draft}'}"
-        console.print(f"Nothing keeps running. Start the server yourself:\n  sglang-ext serve {words} --enable-metrics")
-        console.print(f"Then {places}", soft_wrap=True)
+        command = f"  sglang-ext serve {' '.join(words)} --port {args.port}"
+        console.print(f"Nothing keeps running. The Carryover server again:\n{command}\n{places}", soft_wrap=True)
         return
-    console.print(f"The Carryover server stays up until Ctrl-C. {places}", soft_wrap=True)
-    while True:
+    console.print("Starting the Carryover server again, to stay.")
+    with serving(words, port=args.port, log=args.out.parent / "demo" / "kept.log"):
+        console.print(f"The Carryover server stays up until Ctrl-C.\n{places}", soft_wrap=True)
         signal.pause()
-
-
-def write(
-    out: Path, rows: list[dict[str, Any]], carried: DraftContract, args: argparse.Namespace, seconds: float
-) -> None:
-    """The same figures with the environment they were measured in."""
-    document = {
-        "methods": rows,
-        "carryover_embedding_untrained": carried.embedding_is_zero(),
-        "settings": {"max_tokens": args.max_tokens, "concurrency": args.concurrency, "temperature": 0},
-        "environment": {
-            "sglang_ext": __version__,
-            **{name: version(name) for name in ("sglang", "torch", "transformers")},
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cpus": os.cpu_count(),
-        },
-        "seconds": round(seconds, 1),
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def progress(console: Console) -> Progress:
@@ -179,4 +140,5 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(main())

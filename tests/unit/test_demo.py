@@ -1,0 +1,92 @@
+"""The demo without a server: prompts, figures, the table, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from checkpoint_fixtures import make_drafter, make_target
+from rich.console import Console
+
+from sglang_ext.demo import report
+from sglang_ext.demo.__main__ import main
+from sglang_ext.demo.measure import Answer, Prompt, figures, read_prompts
+from sglang_ext.errors import UsageError
+
+PROMPTS = [Prompt("code-1", "code", "a"), Prompt("qa-1", "qa", "b"), Prompt("code-2", "code", "c")]
+PLAIN = [Answer(prompt, "", (1, 2, 3, 4, 5), ()) for prompt in PROMPTS]
+
+
+def write_prompts(path: Path) -> Path:
+    path.write_text("\n".join(json.dumps({"id": p.id, "category": p.category, "turns": [p.text]}) for p in PROMPTS))
+    return path
+
+
+def test_prompts_are_taken_evenly_and_in_order(tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "prompts.jsonl")
+    assert [prompt.id for prompt in read_prompts(path, 1)] == ["code-1", "qa-1"]
+    assert [prompt.id for prompt in read_prompts(path, 9)] == ["code-1", "code-2", "qa-1"]
+    path.write_text('{"id": "x", "turns": []}')
+    with pytest.raises(UsageError, match="not a file of prompts"):
+        read_prompts(path, 1)
+
+
+def test_plain_decoding_is_its_own_reference() -> None:
+    row = figures("plain decoding", PLAIN, PLAIN)
+    assert (row["acceptance_length"], row["verify_steps"], row["identical"]) == (1.0, 12, True)
+    assert row["by_category"] == {"code": 1.0, "qa": 1.0}
+
+
+def test_a_method_is_judged_by_its_histograms_and_its_tokens() -> None:
+    histograms = [(1, 0, 1), (0, 2), (0, 0, 0, 1)]
+    answers = [Answer(p, "", (1, 2, 3, 4, 5), h) for p, h in zip(PROMPTS, histograms, strict=True)]
+    row = figures("DSPARK", answers, PLAIN)
+    assert (row["verify_steps"], row["acceptance_length"]) == (5, 1 + 7 / 5)
+    assert row["by_category"] == {"code": 1 + 5 / 3, "qa": 2.0}
+    assert row["identical"] and row["different"] == []
+    answers[1] = Answer(PROMPTS[1], "", (1, 2, 3, 4, 6), (0, 2))
+    row = figures("DSPARK", answers, PLAIN)
+    assert (row["identical"], row["different"]) == (False, ["qa-1"])
+
+
+def test_the_table_names_what_is_untrained_and_what_differs() -> None:
+    rows = [figures("plain decoding", PLAIN, PLAIN)]
+    wrong = [Answer(p, "", (9,), (1, 2)) for p in PROMPTS]
+    rows.append(figures("CARRYOVER_DSPARK", wrong, PLAIN))
+    console = Console(width=80, record=True)
+    console.print(report.table(rows, untrained="CARRYOVER_DSPARK"))
+    text = console.export_text()
+    for part in ("(embedding untrained)", "overall", "1.67", "verify steps", "no: code-1, qa-1, code-2", "yes"):
+        assert part in text, text
+
+
+def test_figures_are_written_whole(tmp_path: Path) -> None:
+    document = report.document([figures("plain decoding", PLAIN, PLAIN)], None, {"max_tokens": 5})
+    report.write(tmp_path / "build" / "demo.json", document)
+    read = json.loads((tmp_path / "build" / "demo.json").read_text())
+    assert read["methods"][0]["verify_steps"] == 12 and read["environment"]["sglang"]
+    assert [path.name for path in (tmp_path / "build").iterdir()] == ["demo.json"]
+
+
+def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: object) -> str:
+        out = tmp_path / "build" / "demo.json"
+        assert main(["--models", str(tmp_path), "--out", str(out), *map(str, words)]) == 2
+        printed, error = capsys.readouterr()
+        assert printed == "" and error.count("\n") == 1 and error.startswith("sglang-ext demo: ")
+        return error
+
+    assert "dense-target is missing" in refused()
+    make_target(tmp_path / "dense-target")
+    assert "dspark-dense is missing" in refused()
+    make_drafter(tmp_path / "dspark-dense", "dspark")
+    assert "There are no prompts" in refused()
+    write_prompts(tmp_path / "prompts.jsonl")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert "is in use" in refused("--port", listener.getsockname()[1])
+    make_target(tmp_path / "other", hidden_size=16)
+    assert "hidden size" in refused("--target", "other")
