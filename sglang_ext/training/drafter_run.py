@@ -150,7 +150,8 @@ def _finish(
         curves = {prefix + figure: legend for prefix, legend in both.items()}
         write_curve(history, args.out / f"{figure}_curve.png", curves, label)
     summary = next(entry for entry in reversed(history) if "train_runtime" in entry)
-    results = {name: value for entry in history[-2:] for name, value in entry.items() if name.startswith("eval_")}
+    evaluated = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
+    results = {name.removeprefix("eval_"): value for name, value in evaluated.items() if name.startswith("eval_")}
     provenance.write_provenance(
         args.out,
         {
@@ -171,5 +172,5 @@ def _finish(
         },
     )
     release_output(args.out)
-    shown = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in results.items())
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
     print(f"{args.out}: {shown or 'not evaluated'} after {step_tokens * settings.steps:,} target tokens")
