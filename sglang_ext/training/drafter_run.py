@@ -150,7 +150,7 @@ def _finish(
         curves = {prefix + figure: legend for prefix, legend in both.items()}
         write_curve(history, args.out / f"{figure}_curve.png", curves, label)
     summary = next(entry for entry in reversed(history) if "train_runtime" in entry)
-    evaluated = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
+    evaluated: dict[str, float] = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
     results = {name.removeprefix("eval_"): value for name, value in evaluated.items() if name.startswith("eval_")}
     provenance.write_provenance(
         args.out,
