@@ -1,0 +1,70 @@
+"""Jobs that the harness runs, each in a process of its own; arguments and results are JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+META = ("spec_correct_drafts_histogram", "spec_verify_ct", "cached_tokens", "completion_tokens", "finish_reason")
+
+
+def generate(engine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Start one engine and run steps in it, each on what the ones before left in its caches.
+
+    A step has ``generate`` (prompts: texts or lists of token ids), ``sampling`` (one for all, or one each), optionally
+    ``abort`` (indices of requests to abort once they have streamed a little) and ``stagger`` (seconds between the
+    requests' starts, which mixes prefills into running batches).
+
+    Returns the seconds the start took and per step the requests' ``output_ids`` (None where aborted) and ``meta``.
+    """
+    import sglang as sgl
+
+    from sglang_ext import cpu
+
+    defaults = {**cpu.SERVER_DEFAULTS, "context_length": 512, "max_total_tokens": 4096, "max_running_requests": 4}
+    started = time.monotonic()
+    running = sgl.Engine(**{**defaults, "log_level": "warning", "random_seed": 1, **engine})
+    seconds = time.monotonic() - started
+    try:
+        results = [running.loop.run_until_complete(_step(running, **step)) for step in steps]
+    finally:
+        running.shutdown()
+    return {"start_seconds": seconds, "steps": results}
+
+
+async def _step(
+    engine: Any, generate: list[Any], sampling: Any, abort: list[int] | None = None, stagger: float = 0.0
+) -> list[dict[str, Any]]:
+    each = sampling if isinstance(sampling, list) else [sampling] * len(generate)
+
+    async def one(index: int) -> dict[str, Any]:
+        await asyncio.sleep(index * stagger)
+        prompt = generate[index]
+        field = {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+        stream = await engine.async_generate(
+            **field, sampling_params=each[index], rid=f"{index}-{time.monotonic_ns()}", stream=True
+        )
+        last: dict[str, Any] = {}
+        output_ids: list[int] = []
+        async for last in stream:
+            output_ids = last["output_ids"]
+            if index in (abort or []) and len(output_ids) >= 4:
+                engine.tokenizer_manager.abort_request(rid=last["meta_info"]["id"])
+                return {"output_ids": None, "meta": {}}
+        return {"output_ids": output_ids, "meta": {name: last["meta_info"].get(name) for name in META}}
+
+    return list(await asyncio.gather(*(one(index) for index in range(len(generate)))))
+
+
+def main() -> None:
+    name, request, answer = sys.argv[1:]
+    result = globals()[name](**json.loads(Path(request).read_text()))
+    Path(answer).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Carryover in the real engine on the CPU: exact output, stock when off, and every block checked by the oracle."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+from harness import run_job
+from scipy.stats import chi2_contingency
+
+from sglang_ext.settings import CARRIED_ROWS_LIMIT, ORACLE_LOG
+
+PROMPTS = [
+    "Hello, my name is Bob and",
+    "def add(a, b):\n    return",
+    '{"key": [1, 2, 3], "name":',
+    "speculative decoding on a CPU: " * 4,
+    "The capital of France is",
+    "once upon a time there was",
+]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True}
+FRESH = {"generate": PROMPTS, "sampling": GREEDY}
+# Fresh prompts, the same again (radix hits on what decoding committed), then requests of several lengths over few
+# slots with some aborted on the way, then new tenants of the slots they left.
+CHURN = [
+    FRESH,
+    FRESH,
+    {
+        "generate": [text + " and more of it" for text in PROMPTS * 2],
+        "sampling": [{**GREEDY, "max_new_tokens": 8 + 4 * (index % 5)} for index in range(12)],
+        "abort": [1, 4, 9],
+        "stagger": 0.05,
+    },
+    {"generate": [text + " again" for text in PROMPTS], "sampling": GREEDY},
+]
+
+
+def engine(models: dict[str, Path], target: str, drafter: str | None = None, **flags: Any) -> dict[str, Any]:
+    """Engine arguments; the algorithm follows from the drafter's name."""
+    arguments: dict[str, Any] = {"model_path": str(models[target]), **flags}
+    if drafter is not None:
+        kind = next(kind for kind in ("dflash", "dspark") if kind in drafter)
+        prefix = "CARRYOVER_" if drafter.startswith("carryover-") else ""
+        arguments["speculative_algorithm"] = prefix + kind.upper()
+        arguments["speculative_draft_model_path"] = str(models[f"{drafter}-{target}"])
+    return arguments
+
+
+def outputs(result: dict[str, Any]) -> list[list[list[int] | None]]:
+    return [[request["output_ids"] for request in step] for step in result["steps"]]
+
+
+def drafting(result: dict[str, Any]) -> list[list[tuple[list[int], int]]]:
+    """Histogram of accepted drafts and verify steps of every request."""
+    return [
+        [(r["meta"]["spec_correct_drafts_histogram"], r["meta"]["spec_verify_ct"]) for r in step]
+        for step in result["steps"]
+    ]
+
+
+@pytest.fixture(scope="session")
+def plain(models: dict[str, Path]) -> dict[str, list[list[list[int] | None]]]:
+    """What each target decodes by itself, step by step of CHURN."""
+    steps = [{name: value for name, value in step.items() if name != "abort"} for step in CHURN]
+    return {
+        target: outputs(run_job("generate", engine=engine(models, target), steps=steps))
+        for target in ("dense", "hybrid")
+    }
+
+
+def assert_same_output(got: list[list[list[int] | None]], plain: list[list[list[int] | None]]) -> None:
+    for step, (ours, expected) in enumerate(zip(got, plain, strict=True)):
+        for request, (tokens, reference) in enumerate(zip(ours, expected, strict=True)):
+            assert tokens is None or tokens == reference, f"step {step}, request {request}"
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_off_is_stock_bit_for_bit(models: dict[str, Path], plain: dict[str, Any], kind: str) -> None:
+    """Design rule 2: with nothing carried, tokens, accepted drafts and verify steps equal the stock algorithm's."""
+    steps = [FRESH, FRESH]
+    stock = run_job("generate", engine=engine(models, "dense", kind), steps=steps)
+    drafter = f"carryover-{kind}"
+    off = run_job("generate", engine=engine(models, "dense", drafter), steps=steps, env={CARRIED_ROWS_LIMIT: "0"})
+    assert outputs(off) == outputs(stock)
+    assert drafting(off) == drafting(stock)
+    assert_same_output(outputs(off), plain["dense"][:2])
+    assert any(len(histogram) > 2 for step in drafting(off) for histogram, _ in step)  # some drafts were accepted
+
+
+MATRIX = {
+    "dspark": ("dense", "dspark", {}, {}),
+    "dflash": ("dense", "dflash", {}, {}),
+    "page-16": ("dense", "dspark", {"page_size": 16}, {}),
+    "no-overlap": ("dense", "dflash", {"disable_overlap_schedule": True, "page_size": 16}, {}),
+    "mixed-chunk": ("dense", "dspark", {"chunked_prefill_size": 16, "enable_mixed_chunk": True}, {}),
+    "mixed-chunk-page-16": (
+        "dense",
+        "dflash",
+        {"chunked_prefill_size": 32, "enable_mixed_chunk": True, "page_size": 16},
+        {},
+    ),
+    "retraction": ("dense", "dspark", {"max_total_tokens": 512}, {"SGLANG_TEST_RETRACT": "1"}),
+    "no-radix-cache": ("dense", "dflash", {"disable_radix_cache": True}, {}),
+    "hybrid-dspark": ("hybrid", "dspark", {}, {}),
+    "hybrid-dflash-page-16": ("hybrid", "dflash", {"page_size": 16, "chunked_prefill_size": 32}, {}),
+    "two-rows": ("dense", "dspark", {}, {CARRIED_ROWS_LIMIT: "2"}),
+}
+
+
+@pytest.mark.parametrize("case", MATRIX)
+def test_every_block_equals_the_dense_reference(
+    models: dict[str, Path], plain: dict[str, Any], tmp_path: Path, case: str
+) -> None:
+    """Design rules 3 and 8: exact output, and every draft block is the one the oracle computes by itself."""
+    target, kind, flags, env = MATRIX[case]
+    log = tmp_path / "oracle.jsonl"
+    result = run_job(
+        "generate",
+        engine=engine(models, target, f"carryover-{kind}", **flags),
+        steps=CHURN,
+        env={ORACLE_LOG: str(log), **env},
+    )
+    assert_same_output(outputs(result), plain[target])
+    rounds = read_log(log)
+    assert [row for row in rounds if not row["ok"]] == []
+    carried = [row for row in rounds if row["carried"]]
+    assert len(rounds) > 150 and len(carried) > 60
+    assert min(row["effect"] for row in carried) > 1e-3  # each round's carry is visible to the oracle
+    if case != "no-radix-cache":
+        assert all(request["meta"]["cached_tokens"] > 0 for request in result["steps"][1])
+    if case == "two-rows":
+        assert {row["carried"] for row in rounds} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS)
+def test_the_oracle_sees_every_fault(
+    models: dict[str, Path], plain: dict[str, Any], tmp_path: Path, fault: str
+) -> None:
+    """Negative controls: the output stays right, so only the oracle can tell."""
+    log = tmp_path / "oracle.jsonl"
+    result = run_job(
+        "generate",
+        engine=engine(models, "dense", "carryover-dspark", chunked_prefill_size=16, enable_mixed_chunk=True),
+        steps=CHURN,
+        env={ORACLE_LOG: str(log), **faults.environment(fault, tmp_path)},
+    )
+    assert_same_output(outputs(result), plain["dense"])
+    wrong = [row for row in read_log(log) if not row["ok"]]
+    assert len(wrong) >= (1 if fault == "resets_off" else 30)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_requests_may_fill_the_context(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    """At page size 1 stock SGLang overruns a request's slot row here; ours must not touch another request."""
+    flags: dict[str, Any] = {"context_length": 64, "page_size": 1, "max_total_tokens": 1024}
+    lengths = [{**GREEDY, "max_new_tokens": 60 - 2 * index} for index in range(6)]
+    prompts = [list(range(300 + index, 303 + 3 * index)) for index in range(6)]
+    step = {"generate": prompts, "sampling": lengths}
+    log = tmp_path / "oracle.jsonl"
+    reference = run_job("generate", engine=engine(models, "dense", **flags), steps=[step, step])
+    result = run_job(
+        "generate",
+        engine=engine(models, "dense", f"carryover-{kind}", **flags),
+        steps=[step, step],
+        env={ORACLE_LOG: str(log)},
+    )
+    assert_same_output(outputs(result), outputs(reference))
+    rounds = read_log(log)
+    assert [row for row in rounds if not row["ok"]] == []
+    assert max(row["length"] for row in rounds) >= 58
+
+
+def test_sampling_keeps_the_targets_distribution(models: dict[str, Path]) -> None:
+    """At temperature 1 tokens 2 to 4 (the first comes from the prefill) are distributed as in plain sampling.
+
+    Two-sample chi-square tests over tokens, at a family-wise error rate of 1e-3 (Bonferroni over the three positions);
+    seeds are fixed, so a correct engine passes or fails for good.
+    """
+    step = {"generate": [PROMPTS[0]] * 600, "sampling": {"temperature": 1.0, "max_new_tokens": 4, "ignore_eos": True}}
+    flags: dict[str, Any] = {"max_running_requests": 8, "random_seed": 5}
+    ours = run_job("generate", engine=engine(models, "dense", "carryover-dspark", **flags), steps=[step])
+    reference = run_job("generate", engine=engine(models, "dense", **flags), steps=[step])
+    for position in (1, 2, 3):
+        counts = [Counter(r["output_ids"][position] for r in result["steps"][0]) for result in (ours, reference)]
+        frequent = [token for token, count in (counts[0] + counts[1]).items() if count >= 20]
+        assert len(frequent) >= 3
+        table = [[c[token] for token in frequent] + [600 - sum(c[t] for t in frequent)] for c in counts]
+        columns = [index for index in range(len(table[0])) if table[0][index] + table[1][index]]
+        result = chi2_contingency([[row[index] for index in columns] for row in table])
+        assert result.pvalue > 1e-3 / 3, f"position {position}: p = {result.pvalue:.2g}"
