@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from sglang_ext.training.encode import TokenDataset
+    from sglang_ext.training.trainer_support import Progress
 
 HELP = "train a small Qwen3 or Qwen3.5-text model on the encoded documents"
 _FREE_BYTES = 500_000_000
@@ -92,7 +93,7 @@ def train_target(settings: TargetSettings, args: argparse.Namespace) -> None:
     """Train, save the model with its tokenizer, measure the held-out loss, write the provenance."""
     from sglang_ext.training.encode import TokenDataset
     from sglang_ext.training.targets_model import build_target, load_tokenizer, save_target
-    from sglang_ext.training.trainer_support import claim_output, release_output
+    from sglang_ext.training.trainer_support import claim_output, release_output, show_progress
 
     if settings.steps < 1:
         raise UsageError(f"--steps {settings.steps} trains nothing; give at least 1")
@@ -107,11 +108,13 @@ def train_target(settings: TargetSettings, args: argparse.Namespace) -> None:
     if args.resume or os.environ.get("RANK", "0") == "0":
         checkpoint = claim_output(args.out, asdict(settings) | {"tokens": documents.index["tokens"]}, args.resume)
     trainer = _trainer(model, rows, held_out, settings, args, device)
+    tokens = settings.batch_size * settings.sequence_length
+    progress = show_progress(trainer, settings.preset, tokens, {"loss": "loss", "eval_loss": "held-out loss"})
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if trainer.is_world_process_zero():
         trained: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         save_target(trained, args.tokenizer, args.out, args.dtype)
-        _record(trainer, documents, held_out, settings, args)
+        _record(trainer, progress, documents, held_out, settings, args)
         release_output(args.out)
 
 
@@ -172,7 +175,7 @@ def _trainer(
     from transformers import Trainer, TrainingArguments
 
     from sglang_ext.training.targets_data import PackedRows, collate, pack_rows
-    from sglang_ext.training.trainer_support import CHECKPOINTS, Progress, use_progress
+    from sglang_ext.training.trainer_support import CHECKPOINTS
 
     length = settings.sequence_length
     held_out_rows = pack_rows((held_out.document(i)[0] for i in held_out.order(settings.seed)), length)
@@ -207,20 +210,18 @@ def _trainer(
         ddp_find_unused_parameters=False,
         report_to=[],
     )
-    trainer = Trainer(
+    return Trainer(
         model=model,
         args=arguments,
         train_dataset=PackedRows(rows),
         eval_dataset=PackedRows(held_out_rows[: 4 * settings.batch_size]),
         data_collator=collate,
     )
-    tokens = settings.batch_size * length
-    use_progress(trainer, Progress(settings.preset, tokens, {"loss": "loss", "eval_loss": "held-out loss"}))
-    return trainer
 
 
 def _record(
     trainer: Trainer,
+    progress: Progress,
     documents: TokenDataset,
     held_out: TokenDataset,
     settings: TargetSettings,
@@ -247,7 +248,11 @@ def _record(
         "command": provenance.command(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "settings": asdict(settings),
-        "training": {"tokens_seen": tokens_seen, "seconds": round(summary["train_runtime"], 1)},
+        "training": {
+            "tokens_seen": tokens_seen,
+            "seconds": round(summary["train_runtime"], 1),
+            "tokens_per_second": round(progress.tokens_per_second()),
+        },
         "held_out_loss": losses,
         "data": {name: documents.index[name] for name in ("documents", "tokens", "tokenizer_sha256")},
         "packages": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ class Progress(TrainerCallback):
         self.label, self.tokens_per_step, self.shown = label, tokens_per_step, shown
         self._bar: tqdm[Any] | None = None
         self._latest: dict[str, str] = {}
+        self._times: list[tuple[int, float]] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -40,6 +42,7 @@ class Progress(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Advance by one step."""
+        self._times.append((state.global_step, time.monotonic()))
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
@@ -58,6 +61,11 @@ class Progress(TrainerCallback):
             speed = {"tok/s": f"{rate * self.tokens_per_step:,.0f}"} if rate else {}
             self._bar.set_postfix(self._latest | speed, refresh=False)
 
+    def tokens_per_second(self) -> float:
+        """Speed over the second half of the steps done so far, evaluations and checkpoints included."""
+        (first, start), (last, end) = self._times[len(self._times) // 2], self._times[-1]
+        return (last - first) * self.tokens_per_step / (end - start) if last > first else 0.0
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -66,11 +74,13 @@ class Progress(TrainerCallback):
             self._bar.close()
 
 
-def use_progress(trainer: Trainer, progress: Progress) -> None:
-    """Put ``progress`` in the place of the Trainer's own bar, which prints every log entry as a line."""
+def show_progress(trainer: Trainer, label: str, tokens_per_step: int, shown: Mapping[str, str]) -> Progress:
+    """A :class:`Progress` in the place of the Trainer's own bar, which prints every log entry as a line."""
+    progress = Progress(label, tokens_per_step, shown)
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(progress)
+    return progress
 
 
 def claim_output(folder: Path, settings: Mapping[str, Any], resume: bool) -> Path | None:
