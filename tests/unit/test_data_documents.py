@@ -9,7 +9,7 @@ import pytest
 
 from sglang_ext.errors import UsageError
 from sglang_ext.training.text.corpus import capped, held_out, write_corpus
-from sglang_ext.training.text.dedup import fingerprint, unique
+from sglang_ext.training.text.dedup import fingerprint, unique, unseen
 from sglang_ext.training.text.documents import (
     Document,
     Text,
@@ -127,3 +127,13 @@ def test_no_group_and_no_near_duplicate_on_both_sides(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["counts"] == counts
     assert counts["heldout"]["prose"]["documents"] == len(heldout)
+
+
+def test_a_held_out_passage_inside_a_longer_training_text_goes() -> None:
+    passage = document("page", story(3, 60))
+    fresh = document("fresh", story(5, 60))
+    collection = document("all pages", " ".join([story(7, 400), passage.text, story(8, 400)]))
+    assert [item.id for item in unique([passage, fresh, collection])] == ["page", "fresh", "all pages"]
+    assert unseen([passage, fresh], [collection]) == [fresh]
+    sums = document("sum", passage.response, category="math")
+    assert unseen([sums], [collection]) == [sums]

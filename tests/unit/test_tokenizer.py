@@ -15,6 +15,7 @@ from sglang_ext.training import encode, prompts, tokenizer
 from sglang_ext.training.text.documents import SPECIAL_TOKENS, Document, write_documents
 
 VOCABULARY = 350
+BEGINNING = "Continue this text:\nThe story began on a cold Monday morning in March when the {} hens were late again."
 
 
 def call(module: ModuleType, *words: str) -> int:
@@ -32,7 +33,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             documents = [
                 Document(
                     f"{category}/{k}", category, "test", "MIT", f"{category}{k}",
-                    f"Continue this text:\nThe story began on a cold Monday morning in March, when {k} hens were late again.",
+                    BEGINNING.format(k),
                     f"Then {k} hens came home.\n\nNobody had seen {k * k} hens before. " * 12,
                 )
                 for k in range(low, high)

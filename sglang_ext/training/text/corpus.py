@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sglang_ext.errors import UsageError
 from sglang_ext.training.text.arithmetic import problems
-from sglang_ext.training.text.dedup import unique
+from sglang_ext.training.text.dedup import unique, unseen
 from sglang_ext.training.text.documents import (
     CATEGORIES,
     Document,
@@ -156,7 +156,7 @@ def _file_texts(path: Path, name: str, category: str) -> Iterator[Text]:
 def write_corpus(
     documents: Iterable[Document], out: Path, share: float, packages: list[dict], report: Report
 ) -> dict[str, dict[str, dict[str, int]]]:
-    """Drop duplicates, split, and write ``{train,heldout}/<category>.jsonl`` and ``manifest.json``.
+    """Drop duplicates, split, drop held-out passages seen in training, write the sides and ``manifest.json``.
 
     Returns:
         side -> category -> ``documents`` and ``bytes``.
@@ -165,9 +165,13 @@ def write_corpus(
     raw = Counter(document.category for document in everything)
     # Held-out documents come first, so that of two near duplicates the one in the training text goes.
     everything.sort(key=lambda document: not held_out(document.group, share))
+    everything = list(unique(everything, processes()))
+    train = [document for document in everything if not held_out(document.group, share)]
+    apart = unseen([document for document in everything if held_out(document.group, share)], train, processes())
     sides: dict[str, dict[str, list[Document]]] = {"train": defaultdict(list), "heldout": defaultdict(list)}
-    for document in unique(everything, processes()):
-        sides["heldout" if held_out(document.group, share) else "train"][document.category].append(document)
+    for side, documents in (("train", train), ("heldout", apart)):
+        for document in documents:
+            sides[side][document.category].append(document)
     counts: dict[str, dict[str, dict[str, int]]] = {"train": {}, "heldout": {}}
     by_source: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     categories = sorted(raw, key=lambda name: (CATEGORIES.index(name) if name in CATEGORIES else len(CATEGORIES), name))

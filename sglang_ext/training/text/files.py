@@ -16,6 +16,7 @@ FILE = r"^(.*)$"
 
 _BOILERPLATE = "script,style,nav,header,footer,.sidebar,#sidebar,.navheader,.navfooter,.sphinxsidebar,.related,.toc"
 _BOILERPLATE += ",#top,#topbar,.headerlink,.permalink,#quickview,.toplang,.bottomlang,#comments_section,.outofdate"
+_BOILERPLATE += ",.nosearch"
 _BLOCKS = "p,li,h1,h2,h3,h4,dt,dd,tr,pre,div"
 
 
