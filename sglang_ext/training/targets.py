@@ -93,7 +93,7 @@ def train_target(settings: TargetSettings, args: argparse.Namespace) -> None:
     """Train, save the model with its tokenizer, measure the held-out loss, write the provenance."""
     from sglang_ext.training.encode import TokenDataset
     from sglang_ext.training.targets_model import build_target, load_tokenizer, save_target
-    from sglang_ext.training.trainer_support import claim_output, release_output, show_progress
+    from sglang_ext.training.trainer_support import Progress, claim_output, release_output, use_progress
 
     if settings.steps < 1:
         raise UsageError(f"--steps {settings.steps} trains nothing; give at least 1")
@@ -109,7 +109,8 @@ def train_target(settings: TargetSettings, args: argparse.Namespace) -> None:
         checkpoint = claim_output(args.out, asdict(settings) | {"tokens": documents.index["tokens"]}, args.resume)
     trainer = _trainer(model, rows, held_out, settings, args, device)
     tokens = settings.batch_size * settings.sequence_length
-    progress = show_progress(trainer, settings.preset, tokens, {"loss": "loss", "eval_loss": "held-out loss"})
+    progress = Progress(settings.preset, tokens, {"loss": "loss", "eval_loss": "held-out loss"})
+    use_progress(trainer, progress)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if trainer.is_world_process_zero():
         trained: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)

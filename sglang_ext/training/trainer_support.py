@@ -74,13 +74,11 @@ class Progress(TrainerCallback):
             self._bar.close()
 
 
-def show_progress(trainer: Trainer, label: str, tokens_per_step: int, shown: Mapping[str, str]) -> Progress:
-    """A :class:`Progress` in the place of the Trainer's own bar, which prints every log entry as a line."""
-    progress = Progress(label, tokens_per_step, shown)
+def use_progress(trainer: Trainer, progress: Progress) -> None:
+    """Put ``progress`` in the place of the Trainer's own bar, which prints every log entry as a line."""
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(progress)
-    return progress
 
 
 def claim_output(folder: Path, settings: Mapping[str, Any], resume: bool) -> Path | None:
