@@ -70,6 +70,10 @@ def with_cpu_defaults(argv: Sequence[str]) -> list[str]:
     given = {word.split("=")[0] for word in argv}
     result = list(argv)
     for name, value in SERVER_DEFAULTS.items():
+        if name == "skip_server_warmup":
+            # Without the warm-up request SGLang calls its own /freeze_gc before it listens (http_server.py:2589), and
+            # prints a traceback; an engine in Python never warms up.
+            continue
         flag = "--" + name.replace("_", "-")
         if flag not in given and value is not False:
             result += [flag] if value is True else [flag, str(value)]

@@ -120,7 +120,7 @@ def render(name: str, facts: list[tuple[str, str]], problems: list[str], target:
     lines = [name, *(f"  {label:<{width}}  {text}" for label, text in facts)]
     against = f" with {target.path}" if target is not None else ""
     if problems:
-        lines += [f"  {'wrong' + against}:", *(f"    - {problem[0].upper()}{problem[1:]}" for problem in problems)]
+        lines += [f"  {'wrong' + against}:", *(f"    - {problem}" for problem in problems)]
     else:
         lines.append(f"  {'fits':<{width}}  {target.path}" if target is not None else f"  {'state':<{width}}  complete")
     return "\n".join(lines)

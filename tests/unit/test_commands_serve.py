@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checkpoint_fixtures import edit_config, make_drafter, make_target
 
-from sglang_ext import server
+from sglang_ext import compat, cpu, server
 from sglang_ext.checkpoints import read_contract
 from sglang_ext.cli import main
 from sglang_ext.commands.convert import convert
@@ -162,6 +164,42 @@ def test_cpu_defaults_give_way_to_what_was_given() -> None:
     added = argv[5:]
     assert added[added.index("--attention-backend") + 1] == SERVER_DEFAULTS["attention_backend"]
     assert "--disable-cuda-graph" in added and "True" not in added
+
+
+def test_another_sglang_is_refused_before_it_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(compat, "version", lambda name: "0.5.22")
+    with pytest.raises(SystemExit) as caught:
+        server.main(["--model-path", "m"])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "SGLang 0.5.22 is installed" in error
+
+
+@pytest.mark.parametrize(("code", "result"), [(2, 2), (1, None)])
+def test_a_scheduler_that_refused_has_said_why(monkeypatch: pytest.MonkeyPatch, code: int, result: int | None) -> None:
+    killed: list[int] = []
+
+    def run_server(server_args: object) -> None:
+        raise RuntimeError(f"Rank 0 scheduler died during initialization (exit code: {code}).")
+
+    for name, content in {
+        "sglang": {},
+        "sglang.launch_server": {"run_server": run_server},
+        "sglang.srt": {},
+        "sglang.srt.utils": {"kill_process_tree": lambda pid, include_parent: killed.append(pid)},
+    }.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(server, "resolve", lambda argv: None)
+    monkeypatch.setattr(cpu, "activate", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda signum, handler: None)
+    if result is None:
+        with pytest.raises(RuntimeError, match="exit code: 1"):
+            server.main([])
+    else:
+        assert server.main([]) == result
+    assert killed == [os.getpid()]
 
 
 def test_the_last_of_a_repeated_flag_counts() -> None:
