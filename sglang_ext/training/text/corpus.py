@@ -169,8 +169,8 @@ def write_corpus(
     train = [document for document in everything if not held_out(document.group, share)]
     apart = unseen([document for document in everything if held_out(document.group, share)], train, processes())
     sides: dict[str, dict[str, list[Document]]] = {"train": defaultdict(list), "heldout": defaultdict(list)}
-    for side, documents in (("train", train), ("heldout", apart)):
-        for document in documents:
+    for side, chosen in (("train", train), ("heldout", apart)):
+        for document in chosen:
             sides[side][document.category].append(document)
     counts: dict[str, dict[str, dict[str, int]]] = {"train": {}, "heldout": {}}
     by_source: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)

@@ -75,6 +75,7 @@ SOURCES: tuple[Source, ...] = (
             Extract("qa", questions.aws_operations, 2),
             Extract("structured", questions.aws_calls, 1),
         ),
+        small=True,
     ),
     Source(
         Package("google-api-python-client", "pypi", "2.202.0", "Apache-2.0"),
