@@ -195,9 +195,9 @@ def write_corpus(
     }  # fmt: skip
     (out / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for category in categories:
-        train, rest = counts["train"][category], counts["heldout"][category]
+        kept, rest = counts["train"][category], counts["heldout"][category]
         report(
-            f"{category:12} train {train['documents']:6} documents {train['bytes'] / 1e6:6.1f} MB   "
+            f"{category:12} train {kept['documents']:6} documents {kept['bytes'] / 1e6:6.1f} MB   "
             f"held out {rest['documents']:5} documents {rest['bytes'] / 1e6:5.2f} MB   (before: {raw[category]})"
         )
     return counts
