@@ -87,6 +87,8 @@ class AnchorBatches(Dataset[dict[str, Tensor]]):
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
         width, rows = self._batch(index)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         lengths, starts = torch.zeros(len(rows), dtype=torch.long), torch.zeros(len(rows), dtype=torch.long)

@@ -78,6 +78,7 @@ def export_drafter(
     out.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.to(dtype) for name, tensor in drafter_weights(model).items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
     (out / "config.json").write_text(json.dumps(drafter_config(shape, target, dtype), indent=2) + "\n")
     for name in _TOKENIZER_FILES:
         if (Path(target) / name).is_file():

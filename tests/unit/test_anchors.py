@@ -118,6 +118,7 @@ def test_an_epoch_visits_every_document_and_anchors_change() -> None:
         Made(spans), DraftBlock("dflash", 8), count=99, batch_tokens=128, max_length=64, anchors=8, gamma=4.0, seed=3
     )
     epochs = [range(n * batches.batches_per_epoch, (n + 1) * batches.batches_per_epoch) for n in (0, 1)]
+    assert len(list(batches)) == len(batches) == 99
     seen = []
     for epoch in epochs:
         items = [batches[i] for i in epoch]
