@@ -12,10 +12,14 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 BUILD=${BUILD:-build}
 COMPILE=${COMPILE---compile}
-TARGET_STEPS=${TARGET_STEPS:-3000}
+WORKERS=${WORKERS:-4}
 TARGET_BATCH=${TARGET_BATCH:-256}
-DRAFTER_STEPS=${DRAFTER_STEPS:-4000}
-ANSWERS=${ANSWERS:-120000}
+DENSE_STEPS=${DENSE_STEPS:-3000}
+HYBRID_STEPS=${HYBRID_STEPS:-3000}
+DFLASH_STEPS=${DFLASH_STEPS:-6000}
+DSPARK_STEPS=${DSPARK_STEPS:-6000}
+ANSWERS=${ANSWERS:-100000}
+ANSWER_BATCH=${ANSWER_BATCH:-4096}
 
 train() { "$PYTHON" -m sglang_ext.cli train "$@"; }
 resumable() { # OUT STAGE [OPTION ...]: start, go on, or leave a finished run alone
@@ -36,31 +40,31 @@ text() {
     train encode --data "$BUILD/data" --tokenizer "$BUILD/tokenizer" --out "$BUILD/tokens"
 }
 
-target() { # PRESET NAME
+target() { # PRESET NAME STEPS
   resumable "$BUILD/models/$2" target --preset "$1" --tokens "$BUILD/tokens" --tokenizer "$BUILD/tokenizer" \
-    --manifest "$BUILD/data/manifest.json" --steps "$TARGET_STEPS" --batch-size "$TARGET_BATCH" $COMPILE
+    --manifest "$BUILD/data/manifest.json" --steps "$3" --batch-size "$TARGET_BATCH" --workers "$WORKERS" $COMPILE
 }
 
 targets() {
-  target dense-small dense-target & local dense=$!
-  target hybrid-small hybrid-target & local hybrid=$!
+  target dense-small dense-target "$DENSE_STEPS" & local dense=$!
+  target hybrid-small hybrid-target "$HYBRID_STEPS" & local hybrid=$!
   wait "$dense" && wait "$hybrid"
 }
 
 answers() {
   [ -f "$BUILD/answers/heldout/index.json" ] ||
     train regenerate --target "$BUILD/models/dense-target" --tokens "$BUILD/tokens" --out "$BUILD/answers" \
-      --limit "$ANSWERS" --batch-size 2048
+      --limit "$ANSWERS" --batch-size "$ANSWER_BATCH"
 }
 
-drafter() { # KIND
+drafter() { # KIND STEPS
   resumable "$BUILD/models/$1-dense" drafter --kind "$1" --target "$BUILD/models/dense-target" \
-    --data "$BUILD/answers" --steps "$DRAFTER_STEPS" $COMPILE
+    --data "$BUILD/answers" --steps "$2" --workers "$WORKERS" $COMPILE
 }
 
 drafters() {
-  drafter dflash & local dflash=$!
-  drafter dspark & local dspark=$!
+  drafter dflash "$DFLASH_STEPS" & local dflash=$!
+  drafter dspark "$DSPARK_STEPS" & local dspark=$!
   wait "$dflash" && wait "$dspark"
 }
 

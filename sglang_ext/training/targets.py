@@ -236,7 +236,7 @@ def _record(
 
     history = trainer.state.log_history
     curves = {"loss": "training", "eval_loss": "held-out"}
-    write_curve(history, args.out / "training.png", curves, "loss (nats per token)")
+    write_curve(history, args.out / "loss_curve.png", curves, "loss (nats per token)")
     (args.out / "training.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
     model = load_target(args.out, str(trainer.args.device), "float32")
     some = held_out.order(settings.seed)[: args.held_out_documents]

@@ -63,7 +63,7 @@ def test_training_lowers_the_loss_and_records_its_origin(trained: Path) -> None:
     assert 0 < held_out["overall"]["loss"] < np.log(VOCABULARY)
     assert held_out["overall"]["tokens"] == held_out["math"]["tokens"] + held_out["prose"]["tokens"]
     assert "| math |" in (trained / "PROVENANCE.md").read_text()
-    assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert (trained / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
     assert not (trained / "checkpoints").exists() and not (trained / "settings.json").exists()
 
 
