@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
         if "://" not in model and not Path(model).exists():
             locate(model, weights=False)
         note = f"{model} as SGLang serves it, without a drafter of ours"
-    server.check_port(*server.address(flags))
+    # Another node's rank does not listen, and a --config file may name another port; the server looks again itself.
+    if server.take(flags, "--node-rank")[0] in (None, "0") and server.take(flags, "--config")[0] is None:
+        server.check_port(*server.address(flags))
     print(f"sglang-ext serve: {note}.", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "sglang_ext.server", *argv])

@@ -269,6 +269,25 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
     assert "lack fc.weight, hidden_norm.weight, norm.weight and 22 more" in validate(read_contract(directory))[0]
 
 
+def test_a_repository_that_cannot_be_read_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def snapshot_download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        if revision is None:
+            raise OSError("Cannot find the files in the cache.\nAnd a long explanation.")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(UsageError, match=r"could not be read \(Cannot find the files in the cache\); check the name"):
+        locate("organisation/model", weights=False)
+    assert locate("organisation/model", revision="v1") == tmp_path
+    assert asked == [
+        ("organisation/model", None, ["*.json"]),
+        ("organisation/model", "v1", ["*.json", "*.safetensors"]),
+    ]
+
+
 def test_shards_are_read_through_the_index(tmp_path: Path) -> None:
     directory = make_sharded_drafter(tmp_path / "d", "dflash")
     assert validate(read_contract(directory)) == []

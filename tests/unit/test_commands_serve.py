@@ -149,6 +149,11 @@ def test_refusals_of_the_address(models: Path, busy_port: int, capsys: Capture) 
     assert "cannot be used" in refused(capsys, target, "--host", "192.0.2.1", "--port", busy_port)
 
 
+def test_who_does_not_listen_needs_no_port(models: Path, busy_port: int) -> None:
+    for flags in (["--node-rank", "1"], ["--config", "server.yaml"]):
+        assert launched(models / "target", "--port", busy_port, *flags)[-2:] == flags
+
+
 def test_unknown_method_and_other_commands_stay_strict(capsys: Capture) -> None:
     for argv in (["serve", "x", "--method", "magic"], ["inspect", "x", "--port", "1"]):
         with pytest.raises(SystemExit) as caught:
