@@ -1,0 +1,89 @@
+"""One draft-verify-draft step per micro-batch (arXiv 2609.14717, section 2.2).
+
+At every anchor the drafter drafts without gradients, the frozen target verifies all branches in one pass, and the
+second draft, at the anchor the round leads to, reads the recorded prefix and the round's rejected rows. Only the second
+draft has a loss: the base drafter's objective on the recorded continuation.
+
+The round is verified against the recorded text: a draft is accepted while it equals the recorded token. On text that
+the target wrote greedily that is greedy verification; on sampled text it keeps the accepted branch and the recorded
+prefix one and the same, which the target's own argmax would not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_ext.carryover.rows import rejected_mask
+from sglang_ext.training.branches import accepted_drafts, verify_branches
+from sglang_ext.training.drafter_models import pack
+from sglang_ext.training.drafter_trainer import DrafterTrainer
+from sglang_ext.training.objectives import position_weights
+
+
+class CarryoverTrainer(DrafterTrainer):
+    """Trains second drafts; ``carry=False`` is the control: the same drafts without the rejected rows."""
+
+    def __init__(self, *args: Any, gamma: float, carry: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gamma, self.carry = gamma, carry
+
+    def run_batch(self, model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Features, first drafts, verification, then the second drafts' loss and metric sums."""
+        drafter = self.accelerator.unwrap_model(model)
+        with torch.autocast(self.args.device.type, dtype=torch.bfloat16, enabled=self.args.bf16):
+            features, last_hidden = self.features(inputs["input_ids"])
+            packed = pack(inputs, features, last_hidden)
+            recorded = {name: value for name, value in packed.items() if name not in ("labels", "weights")}
+            proposals = drafter.propose(**recorded)
+            second = second_drafts(self.features, inputs, proposals, self.gamma)
+        if not self.carry:
+            second["carried"] = torch.zeros_like(second["carried"])
+        outputs = model(**{**packed, **second})
+        outputs["carried_sum"] = second["carried"].sum()
+        return outputs
+
+
+def second_drafts(features: Any, inputs: dict[str, Tensor], proposals: Tensor, gamma: float) -> dict[str, Tensor]:
+    """What the second draft of every anchor [A] reads and is supervised on.
+
+    Args:
+        features: the target (:class:`TargetFeatures`).
+        inputs: a batch of :class:`AnchorBatches`.
+        proposals: first drafts [A, P].
+        gamma: decay of the position weights.
+
+    Returns:
+        ``anchors`` [A] (packed index of the token the round ends with), ``labels`` and ``weights`` [A, P],
+        ``carried_features`` [A, P, K*H], ``carried_positions`` [A, P] and ``carried`` [A, P] bool: rejected rows, all
+        False after full acceptance.
+    """
+    ids, lengths, valid = inputs["input_ids"], inputs["lengths"], inputs["valid"]
+    rows, width = ids.shape
+    drafts = proposals.shape[1]
+    row = torch.arange(rows, device=ids.device).repeat_interleave(valid.shape[0] // rows)
+    start = torch.where(valid, inputs["anchors"] - row * width, 0)
+    verified = verify_branches(features, ids, start.view(rows, -1), proposals.view(rows, -1, drafts))
+
+    def recorded(first: Tensor) -> tuple[Tensor, Tensor]:
+        """Recorded tokens [A, P] from positions ``first`` [A] on, and which of them exist."""
+        position = first[:, None] + torch.arange(drafts, device=ids.device)
+        exists = position < lengths[row][:, None]
+        return ids[row[:, None], position.clamp(max=width - 1)], exists
+
+    continuation, exists = recorded(start + 1)
+    accepted = accepted_drafts(torch.where(exists, proposals, -1), continuation)
+    anchor = start + accepted + 1
+    labels, exists = recorded(anchor + 1)
+    usable = valid & (anchor < lengths[row])
+    weights = (exists & usable[:, None]) * position_weights(drafts, gamma).to(ids.device)
+    return {
+        "anchors": torch.where(usable, anchor + row * width, 0),
+        "labels": labels,
+        "weights": weights,
+        "carried_features": verified.features.flatten(0, 1)[:, 1:],
+        "carried_positions": start[:, None] + 1 + torch.arange(drafts, device=ids.device),
+        "carried": rejected_mask(accepted + 1, drafts + 1)[:, 1:] & usable[:, None],
+    }
