@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,6 +98,12 @@ def test_accumulated_micro_batches_equal_one_big_batch(
 
     class Joined(made):  # type: ignore[misc, valid-type]
         """Item i of the big run is items 2i and 2i + 1 of the small run."""
+
+        def __init__(self, *documents: Any, count: int, **options: Any) -> None:
+            super().__init__(*documents, count=2 * count, **options)
+
+        def __len__(self) -> int:
+            return int(self.count // 2)
 
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             first, second = super().__getitem__(2 * index), super().__getitem__(2 * index + 1)
