@@ -60,11 +60,11 @@ async def _step(
     return list(await asyncio.gather(*(one(index) for index in range(len(generate)))))
 
 
-def main() -> None:
-    name, request, answer = sys.argv[1:]
+def run(name: str, request: str, answer: str) -> None:
+    """Run the job whose arguments are in the file ``request`` and write its result to the file ``answer``."""
     result = globals()[name](**json.loads(Path(request).read_text()))
     Path(answer).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main()
+    run(*sys.argv[1:])
