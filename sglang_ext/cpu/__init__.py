@@ -1,10 +1,10 @@
 """SGLang on a machine without a GPU: an out-of-tree platform for development, demos and tests.
 
-The real server and engine run on ``--device cpu`` with plain decoding, DFLASH and DSPARK. Nothing here is meant to be fast:
-CPU times are no speed claim for anything.
+The real server and engine run on ``--device cpu`` with plain decoding, DFLASH and DSPARK. Nothing here is meant to be
+fast: CPU times are no speed claim for anything.
 
-:func:`activate` is the entry point SGLang calls first in every process (group ``sglang.srt.platforms``); :func:`install` applies
-the patches of :mod:`sglang_ext.cpu.patches` and is called by the plugin's own entry point.
+:func:`activate` is the entry point SGLang calls first in every process (group ``sglang.srt.platforms``);
+:func:`install` applies the patches of :mod:`sglang_ext.cpu.patches` and is called by the plugin's own entry point.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 PLATFORM_NAME = "sglang_ext_cpu"
 
-#: Server arguments that a CPU server needs, by their name in SGLang's ``ServerArgs``; a launcher adds those its user left out.
+#: Server arguments that a CPU server needs, by their name in SGLang's ``ServerArgs``; a launcher adds those not given.
 SERVER_DEFAULTS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -32,10 +32,10 @@ SERVER_DEFAULTS: dict[str, Any] = {
 
 
 def environment() -> dict[str, str]:
-    """Environment variables a CPU server needs; :func:`activate` sets those left out, early enough for the server's processes."""
+    """Environment variables a CPU server needs; :func:`activate` sets those left out, in time for its processes."""
     return {
         "SGLANG_PLATFORM": PLATFORM_NAME,
-        # Convolution states follow the weights' dtype, and a CPU server computes in float32 (SGLang's default is bfloat16).
+        # Convolution states should have the dtype a CPU server computes in (SGLang's default is bfloat16).
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
         # The pools compile a Triton copy kernel otherwise (srt/mem_cache/memory_pool.py:2251).
         "SGLANG_NATIVE_MOVE_KV_CACHE": "1",
@@ -45,10 +45,10 @@ def environment() -> dict[str, str]:
 
 
 def activate() -> str | None:
-    """Name the platform class where this process should run on the CPU, else return None (SGLang then picks its own platform).
+    """Name the platform class where this process should run on the CPU, else None: SGLang then picks its own platform.
 
-    That is where ``SGLANG_PLATFORM`` names this platform, or where it is unset, no accelerator is present and SGLang's own CPU
-    engine was not asked for.
+    That is where ``SGLANG_PLATFORM`` names this platform, or where it is unset, no accelerator is present and SGLang's
+    own CPU engine was not asked for.
     """
     selected = os.environ.get("SGLANG_PLATFORM")
     if selected != PLATFORM_NAME and (selected or _other_platform_present()):

@@ -1,8 +1,8 @@
 """Attention over the paged key/value pool in plain torch: prefill, decode, verify and the drafters' non-causal block.
 
-It takes the name ``torch_native``, whose stock implementation (srt/layers/attention/torch_native_backend.py:101 of SGLang 0.5.23) knows
-neither target verify nor encoder-only layers. It reads keys and values through ``req_to_token`` exactly as the GPU backends do: a
-request's context is its first ``kv_len`` columns, whatever the tokens' positions.
+It takes the name ``torch_native``, whose stock implementation (srt/layers/attention/torch_native_backend.py:101 of
+SGLang 0.5.23) knows neither target verify nor encoder-only layers. It reads keys and values through ``req_to_token``
+exactly as the GPU backends do: a request's context is its first ``kv_len`` columns, whatever the tokens' positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Torch versions of the small fused kernels on the way: the attention output gate and the drafters' query/key norm with rotary."""
+"""Small fused kernels in torch: the attention output gate, and the drafters' query/key norm with rotary positions."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def table_qk_norm_rope_(
     head_dim: int,
     eps: float,
 ) -> None:
-    """Norm and rotate the queries and keys in qkv [tokens, (H + KH + KH) * head_dim] in place, as kernels/ops/attention/table_qk_norm_rope.py:52 does for bfloat16.
+    """Norm and rotate queries and keys in place (kernels/ops/attention/table_qk_norm_rope.py:52, for bfloat16).
 
+    qkv: [tokens, (H + 2 KH) * head_dim], queries first, then keys, then values, which stay.
     cos_sin_cache: [positions, head_dim], the cosines first (half-split rotary).
     """
     heads = num_q_heads + num_k_heads

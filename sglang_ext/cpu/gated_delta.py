@@ -1,6 +1,6 @@
-"""The gated delta rule in torch, in the shapes SGLang 0.5.23 calls it with; the recurrent state is [value heads, V, K].
+"""The gated delta rule in torch, in the shapes SGLang 0.5.23 calls it with; a recurrent state is [value heads, V, K].
 
-For each token, with decay exp(g) and write strength beta (Yang et al., "Gated Delta Networks", arXiv 2412.06464, eq. 10):
+For each token, with decay exp(g) and write strength beta (Gated Delta Networks, arXiv 2412.06464):
 
     S <- exp(g) S;   S <- S + beta (v - S k) k^T;   o = S q
 
@@ -9,13 +9,14 @@ The whole batch advances one token at a time: exact for every chunking of a prom
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-#: Tokens between the states a prefill hands back for the radix cache (kernels/ops/attention/fla/chunk_delta_h.py, CHUNK_SIZE).
+#: Tokens between the states that a prefill hands back for the radix cache (kernels/ops/attention/fla/chunk_delta_h.py).
 CHUNK_SIZE = 64
 
 
@@ -70,7 +71,10 @@ def fused_gdn_gating(
     beta: float = 1.0,
     threshold: float = 20.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """a, b: [tokens, HV] -> log decay and write strength, [1, tokens, HV] float32 (kernels/ops/attention/linear/fused_gdn_gating.py:44)."""
+    """Log decay and write strength, [1, tokens, HV] float32 (kernels/ops/attention/linear/fused_gdn_gating.py:44).
+
+    a, b: [tokens, HV].
+    """
     return gate(A_log, a, dt_bias, beta, threshold)[None], b.float().sigmoid()[None]
 
 
@@ -88,14 +92,18 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     inplace_update: bool = True,
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
-    """Prefill (kernels/ops/attention/fla/chunk.py:136): q, k [1, tokens, H, K]; v [1, tokens, HV, V]; g, beta [1, tokens, HV].
+    """Prefill (kernels/ops/attention/fla/chunk.py:136).
+
+    Args:
+        q, k: [1, tokens, H, K]; v: [1, tokens, HV, V]; g, beta: [1, tokens, HV], requests one after the other.
+        initial_state: [slots, HV, V, K]; initial_state_indices: [bs]; cu_seqlens: [bs + 1].
 
     Returns:
         Outputs [1, tokens, HV, V], None, and the states [1, chunks, HV, V, K] before each chunk of each request.
     """
     assert initial_state is not None and initial_state_indices is not None and cu_seqlens is not None and not head_first
     bounds = [int(n) for n in cu_seqlens.tolist()]
-    lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
     bs, steps = len(lengths), max(lengths, default=0)
     chunks = [-(-length // CHUNK_SIZE) for length in lengths]
     heads = v.shape[2]
@@ -152,11 +160,12 @@ def fused_sigmoid_gating_delta_rule_update(
     cache_ring: bool = False,
     **_: Any,
 ) -> torch.Tensor:
-    """Decode and verify (kernels/ops/attention/linear/fused_sigmoid_gating_recurrent.py:538), every request with as many tokens.
+    """Decode and verify (kernels/ops/attention/linear/fused_sigmoid_gating_recurrent.py:538).
 
     Args:
-        q, k: [1, tokens, H, K]; v: [1, tokens, HV, V]; a, b: [tokens, HV].
-        initial_state_source: [slots, HV, V, K]; intermediate_states_buffer: [rows, steps, HV, V, K], the state after each token.
+        q, k: [1, tokens, H, K]; v: [1, tokens, HV, V]; a, b: [tokens, HV], every request with as many tokens.
+        initial_state_source: [slots, HV, V, K].
+        intermediate_states_buffer: [rows, steps, HV, V, K], takes the state after each token.
 
     Returns:
         [1, tokens, HV, V].
@@ -205,7 +214,10 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     ssm_state_indices: torch.Tensor,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per request (kernels/ops/attention/fla/fused_recurrent.py:269): mixed_qkv [bs, 2 H K + HV V] into out [bs, 1, HV, V]."""
+    """One token per request (kernels/ops/attention/fla/fused_recurrent.py:269).
+
+    mixed_qkv: [bs, 2 H K + HV V]; a, b: [bs, HV]; initial_state: [slots, HV, V, K]; out: [bs, 1, HV, V], the result.
+    """
     heads, value_dim, key_dim = initial_state.shape[-3:]
     bs = mixed_qkv.shape[0]
     query_width = (mixed_qkv.shape[1] - heads * value_dim) // 2

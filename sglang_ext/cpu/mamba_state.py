@@ -1,4 +1,4 @@
-"""State of recurrent layers in torch: the short convolution, the commit after a verify and the snapshots for the radix cache."""
+"""State of recurrent layers in torch: the short convolution, the commit after a verify, the radix cache's snapshots."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def commit_states(
 
     Args:
         dst: [layers, slots, ...]; src: [layers, rows, steps, ...].
-        dst_indices_raw: [bs] slots; step_indices_raw: [bs] steps, negative where nothing is to be copied; src_indices_raw: [bs] rows.
+        dst_indices_raw: [bs] slots; src_indices_raw: [bs] rows.
+        step_indices_raw: [bs] steps, negative where nothing is to be copied.
     """
     for request, (slot, step) in enumerate(zip(dst_indices_raw.tolist(), step_indices_raw.tolist(), strict=True)):
         row = request if src_indices_raw is None else int(src_indices_raw[request])
@@ -131,7 +132,7 @@ def commit_states(
 
 
 def no_multi_commit(pairs: Any) -> bool:
-    """Send every convolution window through :func:`commit_states` (mamba_state_scatter_triton.py:683 picks a Triton launch for bf16)."""
+    """Send every window through :func:`commit_states` (mamba_state_scatter_triton.py:683 has a launch for bfloat16)."""
     return False
 
 

@@ -1,7 +1,7 @@
 """What SGLang 0.5.23 does that a CPU cannot, and the answer to each: one named patch per place.
 
-Every patch carries a digest of the SGLang code it answers. Where that code is not the code it was written against, start-up ends with
-the patch's name: SGLang only logs what a plugin raises and would go on half patched.
+Every patch carries a digest of the SGLang code it answers. Where that code is not the code it was written against,
+start-up ends with the patch's name: SGLang only logs what a plugin raises and would go on half patched.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _rewrite(old: str, new: str) -> Callable[[str], None]:
 
 def _without_pinning(target: str) -> None:
     """Pinned memory and stream bookkeeping mean nothing without an accelerator, but torch raises on both."""
-    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 def _without_streams(target: str) -> None:
@@ -188,7 +188,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "dspark-device",
-        "srt/arg_groups/speculative_hook.py:669 names the devices DSPARK may run on, with no word for an out-of-tree platform",
+        "srt/arg_groups/speculative_hook.py:669 lists the devices of DSPARK and asks no out-of-tree platform",
         "sglang.srt.arg_groups.speculative_hook:_handle_dspark",
         "1013ddf3436fdd68",
         _rewrite(
@@ -197,7 +197,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "embedding-dtype",
-        "srt/model_executor/model_runner.py:1772 casts a drafter's input embeddings to bfloat16 whatever the model's dtype",
+        "srt/model_executor/model_runner.py:1772 casts a drafter's input embeddings to bfloat16 at any dtype",
         "sglang.srt.model_executor.model_runner:ModelRunner._extend_forward_kwargs",
         "2fb8dbbf8d795a06",
         _keep_embedding_dtype,
@@ -225,7 +225,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "kv-copy-warm-up",
-        "srt/mem_cache/memory_pool.py:2307 warms up a Triton kernel; moves take the native path (SGLANG_NATIVE_MOVE_KV_CACHE)",
+        "srt/mem_cache/memory_pool.py:2307 warms up a Triton kernel (moves go by SGLANG_NATIVE_MOVE_KV_CACHE)",
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._init_kv_copy_and_warmup",
         "8b563b1e5c696e24",
         _replace_with(lambda pool: None),

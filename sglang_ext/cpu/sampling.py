@@ -1,8 +1,8 @@
 """Rejection sampling for chain drafts in torch: the verify that keeps the target's distribution at temperature > 0.
 
-Position by position, a draft token x is accepted with probability min(1, p(x) / q(x)); the first rejected position takes a token from
-the normalised residual max(p - q, 0), and a block accepted whole takes one more token from p (Leviathan et al., arXiv 2211.17192).
-A drafter that proposes its argmax is the case where q is one-hot.
+Position by position, a draft token x is accepted with probability min(1, p(x) / q(x)); the first rejected position
+takes a token from the normalised residual max(p - q, 0), and a block accepted whole takes one more token from p
+(Leviathan et al., arXiv 2211.17192). A drafter that proposes its argmax is the case where q is one-hot.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def chain_speculative_sampling(
 ) -> None:
     """DSPARK's verify (kernels/ops/speculative/reject_sampling.py:242), writing the same outputs.
 
-    ``predicts`` [bs * width] holds, at the row of each accepted token, the token after it; ``accept_index`` [bs, width] the rows of the
-    accepted tokens; ``accept_token_num`` [bs] how many drafts were accepted.
+    ``predicts`` [bs * width] holds, at the row of each accepted token, the token after it; ``accept_index`` [bs, width]
+    the rows of the accepted tokens; ``accept_token_num`` [bs] how many drafts were accepted.
     """
     if block_verification:
         raise NotImplementedError("the CPU platform verifies token by token; leave block verification off")

@@ -1,8 +1,8 @@
 """Key/value slots: torch versions of the kernels that read and write ``req_to_token`` (request row -> token slots).
 
-SGLang's kernels run past the end of a row when a request is about to reach the context length: the verify window and the reservation
-are wider than the row's headroom (srt/mem_cache/allocation_sizing.py:96). Here a column past the row reads slot 0, which the pools
-reserve for padding, and is never written.
+SGLang's kernels run past the end of a row when a request is about to reach the context length: the verify window and
+the reservation are wider than the row's headroom (srt/mem_cache/allocation_sizing.py:96). Here a column past the row
+reads slot 0, which the pools reserve for padding, and is never written.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def assign_extend_cache_locs(
     draft_token_num: int,
     device: Any,
 ) -> torch.Tensor:
-    """Slots of columns [start, end) of each request, one request after the other (kernels/ops/speculative/cache_locs.py:679).
+    """Slots of columns [start, end) of each request, one after the other (kernels/ops/speculative/cache_locs.py:679).
 
     Returns:
-        [bs * draft_token_num] int64; where the ranges differ in length, their sum of entries counts and the rest is padding.
+        [bs * draft_token_num] int64; where ranges are shorter than draft_token_num, padding follows the last one.
     """
     slots = gather_slots(req_to_token, req_pool_indices, start_offset, draft_token_num)
     wanted = torch.arange(draft_token_num) < (end_offset - start_offset)[:, None]

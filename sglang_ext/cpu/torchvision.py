@@ -1,8 +1,9 @@
 """SGLang imports torchvision for its multimodal models; text serving on a CPU needs none of it.
 
-PyPI's torchvision is built against CUDA and fails to import beside a CPU build of torch, and then takes transformers down with
-it. So it is hidden in processes of this platform, and the two configuration modules of SGLang 0.5.23 that import it at their top
-(srt/configs/deepseek_ocr.py:7, srt/multimodal/internvl_utils.py:5) see an empty stand-in while they are loaded.
+PyPI's torchvision is built against CUDA and fails to import beside a CPU build of torch, and then takes transformers
+down with it. So it is hidden in processes of this platform, and the two configuration modules of SGLang 0.5.23 that
+import it at their top (srt/configs/deepseek_ocr.py:7, srt/multimodal/internvl_utils.py:5) see an empty stand-in while
+they are loaded.
 """
 
 from __future__ import annotations
