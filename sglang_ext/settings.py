@@ -13,11 +13,11 @@ ORACLE_LOG = "SGLANG_EXT_ORACLE_LOG"
 def carried_rows_limit() -> int | None:
     """At most this many rejected rows are carried: unset means all, 0 switches the carry off."""
     value = os.environ.get(CARRIED_ROWS_LIMIT)
-    if value in (None, "", "all"):
+    if value is None or value in ("", "all"):
         return None
-    if not value.isdigit():  # type: ignore[union-attr]
+    if not value.isdigit():
         raise UsageError(f"{CARRIED_ROWS_LIMIT}={value} is not a number of rows; set 0 (off), 1, 2, ... or 'all'.")
-    return int(value)  # type: ignore[arg-type]
+    return int(value)
 
 
 def oracle_log() -> str | None:

@@ -46,7 +46,9 @@ class Oracle:
     """Follows a worker's rounds and writes one comparison per request and round to ``log``."""
 
     def __init__(self, worker: Any, drafter: ReferenceDrafter, log: TextIO) -> None:
+        assert drafter.embedding is not None
         self.drafter = drafter
+        self.embedding = drafter.embedding
         self.log = log
         self.verify_width, self.query_width = worker.carry_widths()
         self.mask_token_id = int(worker._mask_token_id)
@@ -129,7 +131,7 @@ class Oracle:
     ) -> Any:
         if not carried:
             return plain
-        marked = torch.stack([row for _, row in carried]) + self.drafter.embedding
+        marked = torch.stack([row for _, row in carried]) + self.embedding
         extra = self.drafter.context(marked, torch.tensor([position for position, _ in carried]))
         return [
             (torch.cat([key, more_key]), torch.cat([value, more_value]))

@@ -15,6 +15,7 @@ STAGES = {
     "target": ("sglang_ext.training.targets", "train a small Qwen3 or Qwen3.5-text model"),
     "regenerate": ("sglang_ext.training.regenerate", "let a target answer the prompts of the corpus"),
     "drafter": ("sglang_ext.training.drafters", "train a DFlash or DSpark drafter for a target"),
+    "carryover": ("sglang_ext.training.carryover", "teach a trained drafter to read the rejected rows"),
 }
 
 

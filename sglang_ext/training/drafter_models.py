@@ -195,9 +195,15 @@ def layer_config(shape: DrafterShape, target: PretrainedConfig) -> Qwen3Config:
 
 
 def build_drafter(
-    shape: DrafterShape, target: str | Path, attention: str = "eager", compile_blocks: bool = False
+    shape: DrafterShape,
+    target: str | Path,
+    attention: str = "eager",
+    compile_blocks: bool = False,
+    model_class: Any = None,
 ) -> Any:
     """A fresh drafter in fp32 for the target checkpoint, embeddings and head taken from it and frozen.
+
+    ``model_class`` is a subclass of the kind's own (:class:`AnchoredDFlash`, :class:`AnchoredDSpark`).
 
     ``attention``: "flex" (compiled block-sparse masks, GPU), "sdpa" or "eager" (dense masks). ``compile_blocks``
     compiles the whole forward pass and objective.
@@ -215,11 +221,11 @@ def build_drafter(
     layers = layer_config(shape, config)
     logger.disable("speculators")  # it warns that a target with tied embeddings has no lm_head
     if shape.kind == "dflash":
-        model: Any = AnchoredDFlash.from_training_args(layers, **arguments)
+        model: Any = (model_class or AnchoredDFlash).from_training_args(layers, **arguments)
     else:
         if shape.markov_rank < 1:
             raise UsageError("a DSpark drafter needs a Markov rank of at least 1; give --markov-rank.")
-        model = AnchoredDSpark.from_training_args(layers, markov_rank=shape.markov_rank, **arguments)
+        model = (model_class or AnchoredDSpark).from_training_args(layers, markov_rank=shape.markov_rank, **arguments)
     if attention == "flex":
         for layer in model.layers:
             layer.self_attn.config._attn_implementation = _FLEX

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,26 @@ def drafter_shape(settings: DrafterSettings) -> DrafterShape:
     )
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What a training stage does differently: the model it starts from, the trainer, what the log shows."""
+
+    label: str
+    build: Callable[[DrafterShape, str], Any]  # (shape, attention) -> drafter in fp32
+    trainer: Callable[..., DrafterTrainer] = DrafterTrainer
+    record: Mapping[str, Any] = field(default_factory=dict)  # kept with the settings, for resume and provenance
+
+
 def train_drafter(settings: DrafterSettings, args: argparse.Namespace) -> DrafterTrainer:
+    """Train a fresh drafter and export it to ``args.out``."""
+
+    def fresh(shape: DrafterShape, attention: str) -> Any:
+        return build_drafter(shape, settings.target, attention, compile_blocks=args.compile)
+
+    return train_stage(settings, args, Stage(f"{settings.kind} drafter", fresh))
+
+
+def train_stage(settings: DrafterSettings, args: argparse.Namespace, stage: Stage) -> DrafterTrainer:
     """Train and export to ``args.out``; returns the trainer that did it (log in ``trainer.state.log_history``)."""
     device = resolve_device(args.device)
     check_free_space(args.out)
@@ -78,20 +98,20 @@ def train_drafter(settings: DrafterSettings, args: argparse.Namespace) -> Drafte
         )
     checkpoint = None
     if args.resume or arguments.process_index == 0:
-        checkpoint = claim_output(args.out, _record(settings, documents), args.resume)
+        checkpoint = claim_output(args.out, _record(settings, documents) | dict(stage.record), args.resume)
     set_seed(settings.seed)
     attention = args.attention if args.attention != "auto" else "flex" if device == "cuda" else "sdpa"
-    model = build_drafter(shape, settings.target, attention, compile_blocks=args.compile)
+    model = stage.build(shape, attention)
     target = load_target(Path(settings.target), str(arguments.device), args.target_dtype)
     step_tokens = settings.batch_tokens * settings.accumulate * arguments.world_size
     with TargetFeatures(target, settings.feature_layers) as features:
-        trainer = DrafterTrainer(model, arguments, batches=batches, heldout=evaluated, features=features)
-        use_progress(trainer, Progress(f"{settings.kind} drafter", step_tokens, _SHOWN))
+        trainer = stage.trainer(model, arguments, batches=batches, heldout=evaluated, features=features)
+        use_progress(trainer, Progress(stage.label, step_tokens, _SHOWN))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if evaluated is not None:
             trainer.evaluate()
     if trainer.is_world_process_zero():
-        _finish(trainer, settings, shape, args, documents, step_tokens)
+        _finish(trainer, settings, shape, args, documents, step_tokens, stage)
     return trainer
 
 
@@ -140,6 +160,7 @@ def _finish(
     args: argparse.Namespace,
     documents: TokenDataset,
     step_tokens: int,
+    stage: Stage,
 ) -> None:
     """Export the drafter; write its curves and provenance beside it."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -155,11 +176,12 @@ def _finish(
     provenance.write_provenance(
         args.out,
         {
-            "title": f"{args.out.name}: a {settings.kind} drafter for {Path(settings.target).name}",
+            "title": f"{args.out.name}: a {stage.label} for {Path(settings.target).name}",
             "command": provenance.command(),
             "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "weights_sha256": provenance.file_digest(args.out / "model.safetensors"),
             "training": asdict(settings)
+            | dict(stage.record)
             | {
                 "tokens_seen": step_tokens * settings.steps,
                 "documents": len(documents),

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sglang_ext.checkpoints import CARRYOVER_ARCHITECTURE, CARRYOVER_CONFIG, EMBEDDING
 from sglang_ext.drafting import KINDS, Kind
 from sglang_ext.errors import UsageError
 from sglang_ext.training.drafter_models import DrafterShape, build_drafter, text_config
@@ -79,7 +80,10 @@ def export_drafter(
     weights = {name: tensor.to(dtype) for name, tensor in drafter_weights(model).items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
-    (out / "config.json").write_text(json.dumps(drafter_config(shape, target, dtype), indent=2) + "\n")
+    config = drafter_config(shape, target, dtype)
+    if EMBEDDING in weights:
+        config |= {"architectures": [CARRYOVER_ARCHITECTURE[shape.kind]], "carryover_config": CARRYOVER_CONFIG}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in _TOKENIZER_FILES:
         if (Path(target) / name).is_file():
             shutil.copyfile(Path(target) / name, out / name)
@@ -118,11 +122,18 @@ def read_shape(drafter: str | Path) -> DrafterShape:
     )
 
 
-def load_drafter(drafter: str | Path, target: str | Path, attention: str = "eager") -> tuple[Any, DrafterShape]:
-    """A served checkpoint as a trainable fp32 model, with its shape; UsageError when the weights do not fit it."""
+def load_drafter(
+    drafter: str | Path, target: str | Path, attention: str = "eager", **build: Any
+) -> tuple[Any, DrafterShape]:
+    """A served checkpoint as a trainable fp32 model, with its shape; UsageError when the weights do not fit it.
+
+    ``build`` goes to :func:`build_drafter`. A stock drafter loaded into a Carryover class starts with a zero embedding.
+    """
     shape = read_shape(drafter)
-    model = build_drafter(shape, target, attention)
+    model = build_drafter(shape, target, attention, **build)
     weights = load_file(Path(drafter) / "model.safetensors")
+    if hasattr(model, EMBEDDING):
+        weights.setdefault(EMBEDDING, torch.zeros_like(getattr(model, EMBEDDING)))
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if wanted != found:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from drafter_fixtures import MASK, make_target, make_tokens, shape
+from safetensors.torch import load_file
 
 from sglang_ext.carryover.reference import ReferenceDrafter
-from sglang_ext.training import drafter_models
+from sglang_ext.checkpoints import check, read_contract, read_target
+from sglang_ext.errors import UsageError
+from sglang_ext.training import carryover
 from sglang_ext.training.batches import AnchorBatches
 from sglang_ext.training.branches import accepted_drafts, branch_mask, verify_branches
 from sglang_ext.training.carryover_models import CarryingDFlash, CarryingDSpark
@@ -46,12 +50,11 @@ def batch(tokens: TokenDataset, kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture()
-def drafter(request: pytest.FixtureRequest, target_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def drafter(request: pytest.FixtureRequest, target_path: Path) -> Any:
     """A random carrying drafter whose attention and embedding are strong enough to matter."""
-    monkeypatch.setattr(drafter_models, "AnchoredDFlash", CarryingDFlash)
-    monkeypatch.setattr(drafter_models, "AnchoredDSpark", CarryingDSpark)
     torch.manual_seed(2)
-    model = build_drafter(shape(request.param), target_path, "sdpa")
+    model_class = CarryingDFlash if request.param == "dflash" else CarryingDSpark
+    model = build_drafter(shape(request.param), target_path, "sdpa", model_class=model_class)
     with torch.no_grad():
         model.carryover_embedding.normal_(std=2.0)
         for layer in model.layers:
@@ -179,3 +182,47 @@ def test_without_carried_rows_the_second_draft_is_the_base_drafters(
     on = drafter(**{**packed, **second})["loss"]
     assert torch.allclose(off, drafter(**{**packed, **plain})["loss"], rtol=1e-5)
     assert abs(float(on - off)) > 1e-3 * float(off)
+
+
+@pytest.fixture(scope="module")
+def base(target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter to start from, with random weights."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(4)
+    export_drafter(build_drafter(shape("dspark"), target_path), shape("dspark"), target_path, folder, torch.float32)
+    return folder
+
+
+def stage(target: Path, base: Path, data: Path, out: Path, *more: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    carryover.add_arguments(parser)
+    line = f"--drafter {base} --target {target} --data {data} --out {out} --device cpu --max-length 64 --steps 30"
+    line += " --batch-tokens 256 --anchors 16 --lr 3e-3 --log-every 1 --held-out-batches 1 --eval-every 100"
+    return parser.parse_args([*line.split(), "--dtype", "float32", *more])
+
+
+def test_the_stage_learns_and_exports_a_carryover_drafter_or_its_control(
+    target_path: Path, base: Path, tmp_path: Path
+) -> None:
+    data = make_tokens(tmp_path / "tokens")
+    losses = {}
+    for carry, method in (("on", "carryover"), ("off", "none")):
+        out = tmp_path / carry
+        trainer = carryover.train(stage(target_path, base, data, out, "--carry", carry))
+        losses[carry] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert sum(losses[carry][-5:]) < 0.9 * sum(losses[carry][:5])
+        contract = read_contract(out)
+        check(contract, read_target(target_path))
+        assert contract.method == method
+        weights = load_file(out / "model.safetensors")
+        assert ("carryover_embedding" in weights) == (carry == "on")
+    assert load_file(tmp_path / "on" / "model.safetensors")["carryover_embedding"].abs().max() > 0
+    assert losses["on"][0] != losses["off"][0]  # the first batch already reads the carried rows
+
+
+def test_recurrent_targets_are_refused(target_path: Path, base: Path, tmp_path: Path) -> None:
+    hybrid = make_target(tmp_path / "hybrid")
+    config = (hybrid / "config.json").read_text().replace('"full_attention"', '"linear_attention"')
+    (hybrid / "config.json").write_text(config)
+    with pytest.raises(UsageError, match="4 recurrent layers"):
+        carryover.run(stage(hybrid, base, tmp_path, tmp_path / "out"))

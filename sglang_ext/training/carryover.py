@@ -1,0 +1,75 @@
+"""``sglang-ext train carryover``: train a DFlash or DSpark drafter to read the rejected rows of the last round.
+
+Starts from a trained drafter, with a fresh optimiser and schedule; the embedding starts at zero. ``--carry off`` is the
+control of every comparison: the same steps on the same second drafts, without the rejected rows; it exports a stock
+drafter.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.errors import UsageError
+from sglang_ext.training import drafters
+
+HELP = "train a drafter on draft-verify-draft rounds, from a trained one"
+
+_LEARNING_RATE = 2e-4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The drafter to start from, and the options of a run; shapes are the drafter's."""
+    add = parser.add_argument
+    add("--drafter", type=Path, required=True, help="trained DFlash or DSpark drafter to start from")
+    add("--carry", choices=("on", "off"), default="on", help="off: the control without rejected rows (default: on)")
+    drafters.add_run_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train and export; 0 on success. Raises UsageError for anything that cannot work."""
+    from sglang_ext.checkpoints import check, locate, read_contract, read_target
+
+    contract, target = read_contract(locate(args.drafter)), read_target(locate(args.target, weights=False))
+    check(contract, target)
+    if contract.markov_head not in (None, "vanilla"):
+        raise UsageError(
+            f"{args.drafter} has a {contract.markov_head} Markov head; only the vanilla one is trained here."
+        )
+    if target.recurrent_layers:
+        raise UsageError(
+            f"{args.target} has {target.recurrent_layers} recurrent layers, whose state would run from branch to "
+            "branch; train Carryover on a target with full attention only."
+        )
+    train(args)
+    return 0
+
+
+def train(args: argparse.Namespace) -> Any:
+    """Run the stage; returns its trainer."""
+    from sglang_ext.training.carryover_models import CarryingDFlash, CarryingDSpark
+    from sglang_ext.training.carryover_trainer import CarryoverTrainer
+    from sglang_ext.training.drafter_models import DrafterShape
+    from sglang_ext.training.drafter_run import Stage, train_stage
+    from sglang_ext.training.export import load_drafter, read_shape
+
+    shape, carry = read_shape(args.drafter), args.carry == "on"
+    settings = drafters.settings_for(shape, args, learning_rate=_LEARNING_RATE)
+    model_class = CarryingDFlash if shape.kind == "dflash" else CarryingDSpark
+
+    def from_checkpoint(_shape: DrafterShape, attention: str) -> Any:
+        options = {"compile_blocks": args.compile, "model_class": model_class}
+        model, _ = load_drafter(args.drafter, args.target, attention, **options)
+        # What takes no gradient is not exported: the control stays a stock drafter.
+        model.carryover_embedding.requires_grad_(carry)
+        return model
+
+    stage = Stage(
+        label=f"{shape.kind} drafter {'with' if carry else 'without'} carried rows",
+        build=from_checkpoint,
+        trainer=partial(CarryoverTrainer, gamma=settings.gamma, carry=carry),
+        record={"drafter": str(args.drafter), "carry": args.carry},
+    )
+    return train_stage(settings, args, stage)
