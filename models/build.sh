@@ -18,6 +18,7 @@ DENSE_STEPS=${DENSE_STEPS:-3000}
 HYBRID_STEPS=${HYBRID_STEPS:-3000}
 DFLASH_STEPS=${DFLASH_STEPS:-6000}
 DSPARK_STEPS=${DSPARK_STEPS:-6000}
+CARRYOVER_STEPS=${CARRYOVER_STEPS:-2000}
 ANSWERS=${ANSWERS:-100000}
 ANSWER_BATCH=${ANSWER_BATCH:-4096}
 
@@ -66,6 +67,18 @@ drafters() {
   drafter dflash "$DFLASH_STEPS" & local dflash=$!
   drafter dspark "$DSPARK_STEPS" & local dspark=$!
   wait "$dflash" && wait "$dspark"
+}
+
+carryover() { # the Carryover drafters, and as their controls the same steps without carried rows
+  local kind carry jobs=()
+  for kind in dflash dspark; do
+    for carry in on off; do
+      resumable "$BUILD/models/carryover-$carry-$kind-dense" carryover --drafter "$BUILD/models/$kind-dense" \
+        --carry "$carry" --target "$BUILD/models/dense-target" --data "$BUILD/answers" --steps "$CARRYOVER_STEPS" \
+        --workers "$WORKERS" $COMPILE & jobs+=($!)
+    done
+  done
+  for job in "${jobs[@]}"; do wait "$job"; done
 }
 
 for stage in "${@:-text targets answers drafters}"; do

@@ -39,14 +39,14 @@ def register() -> None:
 
         worker.write_all_rows = draft_model.write_all_rows = unmarked
     elif fault == "positions_shifted":
-        stock = draft_model.DSparkDraftModel.write_target_hidden_kv
+        stock = draft_model.CarryoverDSparkModel.write_target_hidden_kv
 
         def shifted(self: Any, *, positions: Any, commit_lens: Any = None, **call: Any) -> None:
             if commit_lens is not None:  # all rows of a verify step, so the committed ones move too
                 positions = positions + 1
             stock(self, positions=positions, commit_lens=commit_lens, **call)
 
-        draft_model.DSparkDraftModel.write_target_hidden_kv = shifted
+        draft_model.CarryoverDSparkModel.write_target_hidden_kv = shifted  # type: ignore[method-assign]
     elif fault == "resets_off":
         rows.CarryState.forget = lambda self, slots, slots_cpu: None  # type: ignore[method-assign]
     else:
