@@ -27,13 +27,14 @@ def stop(sentence: str) -> None:
 
 def fingerprint() -> str:
     """Changes whenever the environment would have to."""
-    parts = [REQUIREMENTS.read_bytes(), (ROOT / "pyproject.toml").read_bytes(), sys.version.encode(), str(ROOT).encode()]
+    files = [REQUIREMENTS.read_bytes(), (ROOT / "pyproject.toml").read_bytes()]
+    parts = [*files, sys.version.encode(), str(ROOT).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def check_machine() -> None:
     """Stop on a machine where the installation could not work."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - this runs under whatever python3 is there
         found = ".".join(map(str, sys.version_info[:3]))
         stop(f"Python {found} is too old, SGLang's pinned packages need 3.11 or newer; call `make PYTHON=python3.11`.")
     if not sys.platform.startswith("linux"):

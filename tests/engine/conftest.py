@@ -11,5 +11,5 @@ from tests.tiny_models import tiny_models
 
 @pytest.fixture(scope="session")
 def models() -> dict[str, Path]:
-    """Folders of the tiny random models by name: targets ``dense`` and ``hybrid``, drafters ``[carryover-]KIND-TARGET``."""
+    """Tiny random models by name: targets ``dense`` and ``hybrid``, drafters ``[carryover-]KIND-TARGET``."""
     return tiny_models()
