@@ -139,6 +139,7 @@ def save_target(model: PreTrainedModel, tokenizer_folder: Path, output: Path, dt
     import torch
 
     model = model.to({"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype])
+    model.config.use_cache = True  # the Trainer turns it off
     model.save_pretrained(output)
     for name in TOKENIZER_FILES:
         if (tokenizer_folder / name).is_file():
