@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, help="at most so many training prompts")
     add("--held-out-limit", type=int, default=512, help="at most so many held-out prompts (default: %(default)s)")
     add("--max-prompt", type=int, default=192, help="leave out longer prompts (default: %(default)s tokens)")
-    add("--max-new-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
+    add("--max-new-tokens", type=int, default=160, help="longest answer (default: %(default)s)")
     add("--greedy", type=float, default=0.5, help="share of greedy answers (default: %(default)s)")
     add("--temperature", type=float, default=0.7, help="of the others (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the choice and of the sampling (default: %(default)s)")
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sglang_ext.training.encode import TokenDataset
+    from sglang_ext.training.provenance import command, file_digest
     from sglang_ext.training.targets import check_vocabulary, resolve_device
     from sglang_ext.training.targets_model import load_target
 
@@ -64,6 +65,13 @@ def run(args: argparse.Namespace) -> int:
     device = resolve_device(args.device)
     automatic = "bfloat16" if device == "cuda" else "float32"
     model = load_target(args.target, device, automatic if args.precision == "auto" else args.precision)
+    record = {
+        "command": command(),
+        "target_sha256": file_digest(args.target / "model.safetensors"),
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "seed": args.seed,
+    }
     for side, copies, limit in (("train", args.copies, args.limit), ("heldout", 1, args.held_out_limit)):
         prompts = TokenDataset(args.tokens / side)
         check_vocabulary(prompts, int(model.config.vocab_size), args.target)
@@ -74,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         answers = regenerate(
             model, prompts, requests, max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, cache=args.cache
         )
-        write_answers(args.out / side, prompts, answers)
+        write_answers(args.out / side, prompts, answers, record)
     return 0
 
 
@@ -186,8 +194,13 @@ def _answer(
     return [answer[:length] for answer, length in zip(answers, lengths, strict=True)]
 
 
-def write_answers(out: Path, prompts: TokenDataset, answers: Iterator[tuple[Request, np.ndarray, int]]) -> None:
-    """Write the answers as a token folder; they keep the categories, and the ids of their prompts."""
+def write_answers(
+    out: Path, prompts: TokenDataset, answers: Iterator[tuple[Request, np.ndarray, int]], record: dict[str, Any]
+) -> None:
+    """Write the answers as a token folder; they keep the categories, and the ids of their prompts.
+
+    ``record`` says how they were made; it is kept in index.json under "answers", with the share of greedy ones.
+    """
     made = list(answers)
     out.mkdir(parents=True, exist_ok=True)
     requests = [request for request, _, _ in made]
@@ -200,13 +213,13 @@ def write_answers(out: Path, prompts: TokenDataset, answers: Iterator[tuple[Requ
     np.save(out / "categories.npy", categories)
     np.save(out / "temperatures.npy", np.array([request.temperature for request in requests], np.float32))
     np.save(out / "seeds.npy", np.array([request.seed for request in requests], np.int64))
+    greedy = sum(request.temperature == 0 for request in requests) / len(requests)
     answer_tokens = sum(lengths) - sum(start for _, _, start in made)
     index = prompts.index | {
         "documents": {name: int((categories == number).sum()) for number, name in enumerate(prompts.categories)},
         "tokens": sum(lengths),
-        "answer_tokens": answer_tokens,
+        "answers": record | {"tokens": answer_tokens, "greedy_share": round(greedy, 3)},
         "ids": [prompts.document_id(int(i)) for i in documents],
     }
     (out / "index.json").write_text(json.dumps(index) + "\n", encoding="utf-8")
-    greedy = sum(request.temperature == 0 for request in requests) / len(requests)
     print(f"{out}: {len(made):,} answers, {answer_tokens / 1e6:.2f} M tokens, {greedy:.0%} greedy", flush=True)

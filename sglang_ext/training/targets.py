@@ -143,7 +143,12 @@ def resolve_device(name: str) -> str:
 
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no GPU that torch can use here; leave --device cuda out")
-    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+    if name == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    # cuDNN's attention fails in the backward pass with a mask on some releases (seen with torch 2.14.1 on CUDA 13.0);
+    # the memory-efficient kernel takes its place.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return "cuda"
 
 
 def _rows(documents: TokenDataset, settings: TargetSettings) -> np.ndarray:

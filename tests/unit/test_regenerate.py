@@ -80,8 +80,10 @@ def test_plan_and_folder(prompts: TokenDataset, tmp_path: Path) -> None:
     assert not plan(prompts, 1, None, 3, 0.5, 0.7, 0)
 
     made = [(request, np.arange(5 + n, dtype=np.int64), 4) for n, request in enumerate(requests[:3])]
-    write_answers(tmp_path / "train", prompts, iter(made))
+    write_answers(tmp_path / "train", prompts, iter(made), {"seed": 0})
     written = TokenDataset(tmp_path / "train")
+    share = round(sum(request.temperature == 0 for request in requests[:3]) / 3, 3)
+    assert written.index["answers"] == {"seed": 0, "tokens": 1 + 2 + 3, "greedy_share": share}
     for n, request in enumerate(requests[:3]):
         ids, start = written.document(n)
         assert ids.tolist() == list(range(5 + n)) and start == 4
