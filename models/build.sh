@@ -2,6 +2,7 @@
 # Make the reference models of this folder anew, from published text to drafters.
 #
 #   models/build.sh [STAGE ...]      stages, in this order: text targets answers drafters (all without an argument)
+#                                    and carryover, which teaches the drafters to read rejected rows
 #
 # Wants one GPU: on an H200 the targets took 6 minutes, the answers 40 seconds and the drafters 5 minutes. The hybrid
 # target needs flash-linear-attention (Triton 3.8 or newer on Hopper) to train in that time.
