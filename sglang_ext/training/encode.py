@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,18 +26,6 @@ if TYPE_CHECKING:
 HELP = "turn the corpus into token ids"
 FORMAT = "sglang-ext tokens 1"
 _BATCH = 4096
-
-
-class Packed(NamedTuple):
-    """Documents laid end to end and cut into rows of one length.
-
-    ids: uint16 [rows, length]; loss_mask: bool [rows, length], true where the token belongs to a response (its end
-    token too); document: int32 [rows, length], the number of the document a token comes from.
-    """
-
-    ids: np.ndarray
-    loss_mask: np.ndarray
-    document: np.ndarray
 
 
 class TokenDataset:
@@ -83,22 +71,6 @@ class TokenDataset:
     def order(self, seed: int) -> np.ndarray:
         """All documents in a random order that depends on ``seed`` alone, int64 [documents]."""
         return np.random.default_rng(seed).permutation(len(self))
-
-    def pack(self, length: int, seed: int) -> Packed:
-        """All documents in ``order(seed)``, each followed by ``<|endoftext|>``, in full rows; the rest is dropped."""
-        order = self.order(seed)
-        sizes = np.diff(self.offsets)[order] + 1
-        total = int(sizes.sum()) // length * length
-        ids = np.full(int(sizes.sum()), self.index["end_of_text"], dtype=np.uint16)
-        mask = np.zeros(len(ids), dtype=bool)
-        document = np.repeat(order.astype(np.int32), sizes)
-        start = 0
-        for i, size in zip(order, sizes, strict=True):
-            end = start + int(size) - 1
-            ids[start:end] = self.tokens[self.offsets[i] : self.offsets[i + 1]]
-            mask[start + self.response_starts[i] : end] = True
-            start = end + 1
-        return Packed(*(array[:total].reshape(-1, length) for array in (ids, mask, document)))
 
 
 def encode(

@@ -93,24 +93,6 @@ def test_encoded_documents_come_back(built: Path) -> None:
     assert ids[:start].tolist() == loaded.encode(tokenizer.render_prompt(line["prompt"])).ids
 
 
-def test_packed_rows_hold_every_document_once(built: Path) -> None:
-    dataset = encode.TokenDataset(built / "tokens/heldout")
-    length = 64
-    packed = dataset.pack(length, seed=5)
-    assert packed.ids.shape == packed.loss_mask.shape == packed.document.shape and packed.ids.shape[1] == length
-    assert packed.ids.dtype == np.uint16
-    ids, mask, document = (array.reshape(-1) for array in packed)
-    assert dataset.index["tokens"] + len(dataset) - len(ids) < length
-    whole = document[:-1][np.diff(document) != 0][:20]
-    assert len(set(whole)) == len(whole)
-    for i in whole:
-        tokens, start = dataset.document(i)
-        assert ids[document == i].tolist() == [*tokens, 0]
-        assert mask[document == i].tolist() == [*(k >= start for k in range(len(tokens))), False]
-    assert (dataset.pack(length, seed=5).ids == packed.ids).all()
-    assert (dataset.pack(length, seed=6).ids != packed.ids).any()
-
-
 def test_long_responses_are_cut_and_long_prompts_left_out(built: Path, tmp_path: Path) -> None:
     loaded = encode.load_tokenizer(built / "tokenizer")
     short = Document("a", "x", "s", "MIT", "a", "Say it:", "word " * 100)
