@@ -13,6 +13,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 from sglang_ext import compat
 from sglang_ext.checkpoints import check, locate, read_contract, read_target
 from sglang_ext.errors import UsageError, refusal_ends_process
+from sglang_ext.settings import carried_rows_limit
 
 BASES = {"CARRYOVER_DFLASH": SpeculativeAlgorithm.DFLASH, "CARRYOVER_DSPARK": SpeculativeAlgorithm.DSPARK}
 """Each added algorithm and the built-in one it extends."""
@@ -115,8 +116,8 @@ def check_server_args(server_args: Any) -> None:
             f"{algorithm} cannot run with the draft attention backend {backend}: it is not verified with carried "
             f"rows; set --speculative-draft-attention-backend to one of {', '.join(compat.DRAFT_BACKENDS)}."
         )
-    draft = getattr(server_args, "speculative_draft_model_path", None)
-    if draft is None:
+    carried_rows_limit()  # read in the scheduler; a wrong value is better refused before it exists
+    if getattr(server_args, "speculative_draft_model_path", None) is None:
         raise UsageError(f"{algorithm} needs a drafter: set --speculative-draft-model-path to a Carryover checkpoint.")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWork
 
 from sglang_ext.carryover.rows import CarryState, carried_rows, draft_slots, write_all_rows
 from sglang_ext.compat import check_draft_runner, rebind_block
-from sglang_ext.settings import carried_rows_limit, oracle_log
+from sglang_ext.errors import refusal_ends_process
+from sglang_ext.settings import carried_rows_limit, oracle_log, rounds_folder
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +33,9 @@ class CarryMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        check_draft_runner(self)
-        self._limit = carried_rows_limit()
+        with refusal_ends_process():
+            check_draft_runner(self)
+            self._limit = carried_rows_limit()
         self._round: Any = None
         # Both workers call the block's forward through this attribute, once a round
         # (dflash_worker_v2.py:2688, dspark_draft.py:648); graph capture does not go through it.
@@ -63,6 +66,10 @@ class CarryMixin:
             from sglang_ext.carryover.oracle import attach
 
             attach(self, log)
+        if folder := rounds_folder():
+            from sglang_ext.carryover import observer, recorder
+
+            observer.attach(self, recorder.Recorder(Path(folder), verify_width))
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None, **kwargs: Any

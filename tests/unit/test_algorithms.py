@@ -81,7 +81,12 @@ def test_refused_arguments_are_named_with_a_way_out(changes: dict[str, Any], tol
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("SGLANG_RAGGED_VERIFY_MODE", "compact"), ("SGLANG_DSPARK_DEFER_CONTEXT_KV", "1")]
+    ("variable", "value"),
+    [
+        ("SGLANG_RAGGED_VERIFY_MODE", "compact"),
+        ("SGLANG_DSPARK_DEFER_CONTEXT_KV", "1"),
+        ("SGLANG_EXT_CARRIED_ROWS", "many"),
+    ],
 )
 def test_refused_environment(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)
