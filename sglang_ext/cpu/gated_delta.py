@@ -43,19 +43,26 @@ def gated_delta_rule(
     """
     bs, steps, heads, _ = q.shape
     flat = state.view(bs * heads, *state.shape[2:])
-    decay = g.exp()
-    out = torch.empty(bs, steps, heads, v.shape[-1])
+
+    def by_step(x: torch.Tensor, *shape: int) -> torch.Tensor:
+        return x.transpose(0, 1).reshape(steps, bs * heads, *shape)
+
+    keys, values, decays, strengths = by_step(k, 1, -1), by_step(v, -1, 1), by_step(g.exp(), 1, 1), by_step(beta, 1, 1)
+    # The state is large, the vectors are small: one pass over it serves key and query, whose product with the updated
+    # state follows from that with the old one.
+    pairs = torch.stack([by_step(k, -1), by_step(q, -1)], -1)
+    overlaps = by_step((k * q).sum(-1), 1, 1)
+    out = torch.empty(steps, bs * heads, v.shape[-1])
     for t in range(steps):
         if before_step is not None:
             before_step(t, state)
-        key = k[:, t].reshape(bs * heads, -1, 1)
-        flat.mul_(decay[:, t].reshape(-1, 1, 1))
-        delta = (v[:, t].reshape(bs * heads, -1, 1) - flat @ key) * beta[:, t].reshape(-1, 1, 1)
-        flat.baddbmm_(delta, key.transpose(1, 2))
-        out[:, t] = (flat @ q[:, t].reshape(bs * heads, -1, 1)).view(bs, heads, -1)
+        read = (flat @ pairs[t]).mul_(decays[t])
+        delta = (values[t] - read[..., :1]).mul_(strengths[t])
+        torch.add(read[..., 1], (delta * overlaps[t])[..., 0], out=out[t])
+        flat.mul_(decays[t]).baddbmm_(delta, keys[t])
         if after_step is not None:
             after_step(t, state)
-    return out
+    return out.view(steps, bs, heads, -1).transpose(0, 1).contiguous()
 
 
 def gate(A_log: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor, beta: float, threshold: float) -> torch.Tensor:
@@ -188,10 +195,11 @@ def fused_sigmoid_gating_delta_rule_update(
     keep = None
     if intermediate_states_buffer is not None and intermediate_state_indices is not None:
         buffer, kept_rows = intermediate_states_buffer, intermediate_state_indices[:bs].long()
-        valid = kept_rows >= 0
+        valid = slice(None) if bool((kept_rows >= 0).all()) else kept_rows >= 0
+        kept_rows = kept_rows[valid]
 
         def keep(t: int, current: torch.Tensor) -> None:
-            buffer[kept_rows[valid], t] = current[valid].to(buffer.dtype)
+            buffer[kept_rows, t] = current[valid].to(buffer.dtype)
 
     query, key = _prepare(rows(q), rows(k), heads, scale, use_qk_l2norm_in_kernel)
     decay = gate(A_log, a.reshape(bs, steps, heads), dt_bias, softplus_beta, softplus_threshold)

@@ -88,13 +88,11 @@ def causal_conv1d_update(
     )
     out[~valid] = 0
     if intermediate_conv_window is not None and intermediate_state_indices is not None:
+        # [bs, T, dim, width - 1]; the buffer's windows may share memory where they overlap, as these do in value.
+        windows = window[..., 1:].unfold(-1, width, 1).transpose(1, 2)
         for row, kept in enumerate(intermediate_state_indices[:bs].tolist()):
             if kept >= 0:
-                # The buffer's windows overlap in memory, so each is written by itself.
-                for t in range(steps):
-                    intermediate_conv_window[kept, t] = window[row, :, t + 1 : t + 1 + width].to(
-                        intermediate_conv_window.dtype
-                    )
+                intermediate_conv_window[kept, :steps].copy_(windows[row])
     conv_state[slots[valid]] = window[valid][..., -width:].to(conv_state.dtype)
     return out.view_as(x)
 

@@ -121,6 +121,25 @@ def test_greedy_output_is_the_targets(models: Models, case: str) -> None:
         assert histogram[0] > 0 and sum(histogram[1:7]) > 0 and histogram[7] > 0, histogram
 
 
+@pytest.mark.parametrize(("target", "method"), [("dense", "dflash"), ("hybrid", "dspark")])
+def test_requests_may_run_to_the_context_end(models: Models, target: str, method: str) -> None:
+    """The last verify windows are wider than what is left of a request's row."""
+    context = 64
+    fitting = [prompt for prompt in prompts() if len(prompt) < context]
+    sampling = [{"temperature": 0.0, "max_new_tokens": context - len(prompt), "ignore_eos": True} for prompt in fitting]
+    folder = models[target]
+    result = run_job(
+        "generate",
+        engine={"model_path": str(folder), "context_length": context, **drafting(models, method, target)},
+        steps=[{"generate": fitting, "sampling": sampling}] * 2,
+    )
+    for answers in result["steps"]:
+        for prompt, answer in zip(fitting, answers, strict=True):
+            # SGLang keeps the last two places of a context free.
+            assert len(prompt) + len(answer["output_ids"]) == context - 2
+            assert_greedy(folder, prompt, answer["output_ids"])
+
+
 def uniform_ranks(logits: torch.Tensor, outputs: list[list[int]], temperature: float, top_k: int) -> Any:
     """A number per output token that is uniform on [0, 1] if the token was drawn from the target's distribution.
 
