@@ -16,6 +16,10 @@ COMMANDS = {
     "serve": ("sglang_ext.commands.serve", "start the SGLang server with a drafter"),
     "inspect": ("sglang_ext.commands.inspect", "print what a checkpoint promises and what is wrong with it"),
     "convert": ("sglang_ext.commands.convert", "turn a DFlash or DSpark drafter into a Carryover one"),
+    "evaluate": (
+        "sglang_ext.commands.evaluate",
+        "measure acceptance of drafters on the real server, compared in pairs",
+    ),
     "train": ("sglang_ext.training.cli", "data, targets, drafters: from text files to served checkpoints"),
 }
 

@@ -8,6 +8,7 @@ from sglang_ext.errors import UsageError
 
 CARRIED_ROWS_LIMIT = "SGLANG_EXT_CARRIED_ROWS"
 ORACLE_LOG = "SGLANG_EXT_ORACLE_LOG"
+ROUNDS = "SGLANG_EXT_ROUNDS"
 
 
 def carried_rows_limit() -> int | None:
@@ -23,3 +24,8 @@ def carried_rows_limit() -> int | None:
 def oracle_log() -> str | None:
     """File that the debug mode writes its comparisons to (JSON lines); unset means the mode is off."""
     return os.environ.get(ORACLE_LOG) or None
+
+
+def rounds_folder() -> str | None:
+    """Directory that the debug mode records rounds with their features in; unset means the mode is off."""
+    return os.environ.get(ROUNDS) or None

@@ -24,25 +24,27 @@ class _CarryoverEmbedding:
         super().__init__(config, quant_config=quant_config, prefix=prefix)  # type: ignore[call-arg]
         width = self.num_context_features * int(config.hidden_size)  # type: ignore[attr-defined]
         self.carryover_embedding = nn.Parameter(torch.zeros(width), requires_grad=False)
+        self._embedding_loaded = False
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """Load a drafter; ValueError when the embedding is missing or has another shape (SGLang would not say)."""
-        shape = None
+        """Load a drafter; ValueError when the embedding is missing or has another shape (SGLang would not say).
+
+        Once it is there, a later call may bring any part of the weights (SGLang's weight updates come in buckets).
+        """
 
         def watched() -> Iterable[tuple[str, torch.Tensor]]:
-            nonlocal shape
             for name, tensor in weights:
                 if name.removeprefix("model.") == EMBEDDING:
-                    shape = tuple(tensor.shape)
-                    if shape != tuple(self.carryover_embedding.shape):
+                    if tensor.shape != self.carryover_embedding.shape:
                         raise ValueError(
-                            f"{EMBEDDING} has shape {shape}, but this drafter's features need "
+                            f"{EMBEDDING} has shape {tuple(tensor.shape)}, but this drafter's features need "
                             f"{tuple(self.carryover_embedding.shape)}."
                         )
+                    self._embedding_loaded = True
                 yield name, tensor
 
         loaded = super().load_weights(watched())  # type: ignore[misc]
-        if shape is None:
+        if not self._embedding_loaded:
             raise ValueError(f"The draft checkpoint has no {EMBEDDING}; make one with `sglang-ext convert`.")
         return loaded
 

@@ -3,10 +3,11 @@
 The oracle keeps its own record of each request: committed tokens, their raw target features and the rejected
 rows of the last verify step. It never looks at KV pools, slot tables or the plugin's state, so it also sees what
 neither the output nor the acceptance can show (a wrong or stale carry). It copies features to the host and is
-slow: for tests and for hunting a suspected error, not for serving. Greedy drafts, one rank, vanilla Markov head.
+slow: for tests and for hunting a suspected error, not for serving. It wants float32, greedy drafts and a vanilla Markov
+head, and follows the first rank.
 
 Set ``SGLANG_EXT_ORACLE_LOG=FILE``; one JSON line is appended per request and round:
-``ok`` (all comparisons hold), what was compared (``length_ok``, ``positions_ok``, ``tokens_ok``,
+``ok`` (all comparisons hold), what was compared (``length_ok``, ``host_ok``, ``positions_ok``, ``tokens_ok``,
 ``hidden_error`` against ``TOLERANCE``) and ``carried`` rows with ``effect``, how much the block's hidden states
 move when they are left out.
 """
@@ -19,8 +20,10 @@ from typing import Any, TextIO
 
 import torch
 
+from sglang_ext.carryover import observer
 from sglang_ext.carryover.reference import ReferenceDrafter
-from sglang_ext.settings import carried_rows_limit
+from sglang_ext.errors import UsageError
+from sglang_ext.settings import ORACLE_LOG, carried_rows_limit
 
 TOLERANCE = 1e-4
 """Largest difference of a hidden state (fp32, of order 1) that reordered sums explain; a wrong row shows over 1e-3."""
@@ -53,6 +56,7 @@ class Oracle:
         self.verify_width, self.query_width = worker.carry_widths()
         self.mask_token_id = int(worker._mask_token_id)
         self.limit = carried_rows_limit()
+        self.columns: int = worker.carry_columns
         self.records: dict[str, _Record] = {}
         # Features by token prefix: a radix hit brings rows that an earlier request computed.
         self.rows: dict[int, torch.Tensor] = {}
@@ -84,7 +88,8 @@ class Oracle:
             for row in range(committed):
                 self._append(record, self.candidates[index][row], rows[index, row])
             rejected = [(start + row, rows[index, row]) for row in range(committed, self.verify_width)]
-            record.carried = rejected[: self.limit]
+            room = max(0, self.columns - len(record.tokens) - self.query_width)
+            record.carried = rejected[: self.limit][:room]
 
     def _append(self, record: _Record, token: int, row: torch.Tensor | None) -> None:
         key = hash((record.keys[-1], token))
@@ -102,6 +107,9 @@ class Oracle:
         lengths = forward_batch.seq_lens.tolist()
         positions = forward_batch.positions.view(-1, width).tolist()
         token_ids = forward_batch.input_ids.view(-1, width).tolist()
+        # With exact host lengths SGLang passes prefix + block; without them a bound, or nothing.
+        exact = self.batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu is not None
+        host = forward_batch.seq_lens_cpu.tolist() if exact else None
         self.blocks = []
         for index, request in enumerate(self.batch.reqs):
             record = self.records[request.rid]
@@ -117,6 +125,7 @@ class Oracle:
                     "length": length,
                     "carried": len(carried),
                     "length_ok": lengths[index] == length + len(carried),
+                    "host_ok": host is None or host[index] == length + len(carried) + width,
                     "positions_ok": positions[index] == at.tolist(),
                     "masks_ok": all(token == self.mask_token_id for token in token_ids[index][1:]),
                     "hidden_error": float((expected - served[index]).abs().max()),
@@ -138,13 +147,13 @@ class Oracle:
             for (key, value), (more_key, more_value) in zip(plain, extra, strict=True)
         ]
 
-    def on_accept(self, candidates: torch.Tensor, commit_lens: torch.Tensor) -> None:
+    def on_accept(self, candidates: torch.Tensor, commit_lens: torch.Tensor, predictions: torch.Tensor | None) -> None:
         """Close the round: were the verified candidates ([bs, W], anchor first) the reference's own drafts?"""
         self.candidates = candidates.tolist()
         for index, block in enumerate(self.blocks):
             drafts = block.pop("drafts")
             tokens_ok = self.candidates[index][1:] == drafts or block["margin"] < TIE
-            checks = (block["length_ok"], block["positions_ok"], block["masks_ok"], tokens_ok)
+            checks = (block["length_ok"], block["host_ok"], block["positions_ok"], block["masks_ok"], tokens_ok)
             ok = all(checks) and block["hidden_error"] <= TOLERANCE
             row = {"ok": ok, **block, "tokens_ok": tokens_ok, "committed": int(commit_lens[index])}
             self.log.write(json.dumps(row) + "\n")
@@ -153,63 +162,13 @@ class Oracle:
 
 
 def attach(worker: Any, log: str) -> Oracle:
-    """Let an oracle follow a Carryover worker, by wrapping what the worker and its model call on themselves.
-
-    The oracle sees the block after it was shifted and the features before they are marked.
-    """
+    """Let an oracle follow a Carryover worker; one line per request and round goes to the file ``log``."""
     from sglang.srt.runtime_context import get_spec
 
+    if worker.draft_model_runner.dtype != torch.float32:
+        raise UsageError(f"{ORACLE_LOG} compares in float32, and this server runs another dtype; add --dtype float32.")
     target = worker.target_worker.model_runner.model_config.model_path
     drafter = ReferenceDrafter(get_spec().speculative_draft_model_path, target)
     oracle = Oracle(worker, drafter, open(log, "a", encoding="utf-8"))  # noqa: SIM115 - lives as long as the engine
-
-    step = worker.forward_batch_generation
-
-    def forward_batch_generation(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        oracle.batch = batch
-        return step(batch, *args, **kwargs)
-
-    block_forward = worker._stock_draft_forward
-
-    def draft_forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        output = block_forward(forward_batch, *args, **kwargs)
-        if forward_batch.batch_size > 0:
-            oracle.on_block(forward_batch, output.logits_output.hidden_states)
-        return output
-
-    worker.forward_batch_generation = forward_batch_generation
-    worker._stock_draft_forward = draft_forward
-    if hasattr(worker, "_verify_executor"):
-        _watch(worker.draft_model, "write_target_hidden_kv", before=lambda call: _features(oracle, call))
-        _watch(
-            worker._verify_executor,
-            "accept_and_finalize",
-            after=lambda call, outcome: oracle.on_accept(call["verify_ids_2d"], outcome.commit_lens),
-        )
-    else:
-        _watch(worker, "_append_target_hidden_to_draft_kv_by_loc", before=lambda call: _features(oracle, call))
-        _watch(worker, "_accept_block", after=lambda call, outcome: oracle.on_accept(call["candidates"], outcome[1]))
+    observer.attach(worker, oracle)
     return oracle
-
-
-def _features(oracle: Oracle, call: dict[str, Any]) -> None:
-    features = call["target_hidden"].detach().float().cpu().clone()
-    if call.get("commit_lens") is None:
-        oracle.on_extend(features, call["positions"].tolist())
-    else:
-        oracle.on_verify(features, call["commit_lens"].tolist())
-
-
-def _watch(owner: Any, name: str, before: Any = None, after: Any = None) -> None:
-    """Wrap a method of one object that is called with keywords only."""
-    method = getattr(owner, name)
-
-    def watched(**call: Any) -> Any:
-        if before is not None:
-            before(call)
-        outcome = method(**call)
-        if after is not None:
-            after(call, outcome)
-        return outcome
-
-    setattr(owner, name, watched)

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from sglang_ext.errors import UsageError
+
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 
 
@@ -39,17 +41,21 @@ class ReferenceDrafter:
     Args:
         draft: drafter checkpoint folder.
         target: target checkpoint folder; its token embedding and head are the drafter's.
+        device: where it computes, and where its inputs must be.
 
     Raises:
-        ValueError: a rope scaling or sliding layers, which this reference does not cover.
+        UsageError: a rope scaling or sliding layers, which this reference does not cover.
     """
 
-    def __init__(self, draft: str | Path, target: str | Path) -> None:
+    def __init__(self, draft: str | Path, target: str | Path, device: str = "cpu") -> None:
         config = json.loads((Path(draft) / "config.json").read_text())
         rope = config.get("rope_parameters") or {}
         scaling = config.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
         if scaling or "sliding_attention" in config.get("layer_types", []):
-            raise ValueError("The reference drafter covers plain rotary embeddings and full attention only.")
+            raise UsageError(
+                f"{draft} has a scaled rotary embedding or sliding layers, which the reference drafter does not cover; "
+                "use a drafter with a plain one and full attention."
+            )
         self.config = config
         self.eps = float(config.get("rms_norm_eps", 1e-6))
         self.layers = int(config["num_hidden_layers"])
@@ -57,16 +63,16 @@ class ReferenceDrafter:
         self.kv_heads = int(config["num_key_value_heads"])
         self.head_dim = int(config["head_dim"])
         self.rope_theta = float(config.get("rope_theta") or rope["rope_theta"])
-        self.weights = {name.removeprefix("model."): w for name, w in _load(Path(draft)).items()}
+        self.weights = {name.removeprefix("model."): w.to(device) for name, w in _load(Path(draft)).items()}
         shared = _load(Path(target), (*EMBEDDING_NAMES, "lm_head.weight"))
-        self.embed = next(shared[name] for name in EMBEDDING_NAMES if name in shared)
-        self.head = shared.get("lm_head.weight", self.embed)
+        self.embed = next(shared[name] for name in EMBEDDING_NAMES if name in shared).to(device)
+        self.head = shared["lm_head.weight"].to(device) if "lm_head.weight" in shared else self.embed
         self.is_dspark = "markov_head.markov_w1.weight" in self.weights
         self.embedding = self.weights.get("carryover_embedding")
 
     def _rope(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate [rows, heads, head_dim] by absolute positions [rows]."""
-        half = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
+        half = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=x.device) / self.head_dim
         angle = (positions.double()[:, None] / self.rope_theta**half)[:, None]
         cos, sin = angle.cos().float(), angle.sin().float()
         left, right = x.chunk(2, -1)
@@ -107,24 +113,28 @@ class ReferenceDrafter:
             hidden = hidden + (gate * (x @ w[prefix + "mlp.up_proj.weight"].T)) @ w[prefix + "mlp.down_proj.weight"].T
         return rms_norm(hidden, w["norm.weight"], self.eps)
 
-    def greedy(self, hidden: torch.Tensor, anchor: int) -> tuple[list[int], list[float]]:
-        """Drafted tokens of a block and the margin of each over the second best.
+    def _draft_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The rows of a block that predict: DFlash, and DSpark with a row more than drafts, skip the anchor's."""
+        skips = not self.is_dspark or self.config.get("sample_from_anchor", True) is False
+        return hidden[1:] if skips else hidden
 
-        DFlash: the anchor's row predicts nothing. DSpark: rows predict in order, each biased by the token before
-        it (vanilla Markov head); where the block has a row more than drafts, the anchor's is skipped.
-        """
-        if not self.is_dspark or self.config.get("sample_from_anchor", True) is False:
-            hidden = hidden[1:]
-        logits = hidden @ self.head.T
+    def _bias(self, previous: int) -> torch.Tensor | float:
+        """What the token before adds to a row's logits: DSpark's vanilla Markov head, nothing for DFlash."""
+        if not self.is_dspark:
+            return 0.0
+        first, second = (self.weights[f"markov_head.markov_w{index}.weight"] for index in (1, 2))
+        return second @ first[previous]
+
+    def logits(self, hidden: torch.Tensor, previous: list[int]) -> torch.Tensor:
+        """Logits [len(previous), vocabulary] of a block's first drafts, each behind a given token: the anchor first."""
+        rows = self._draft_rows(hidden)[: len(previous)] @ self.head.T
+        return torch.stack([row + self._bias(token) for row, token in zip(rows, previous, strict=True)])
+
+    def greedy(self, hidden: torch.Tensor, anchor: int) -> tuple[list[int], list[float]]:
+        """Drafted tokens of a block and the margin of each over the second best, each behind the one before it."""
         tokens, margins, previous = [], [], anchor
-        for row in logits:
-            if self.is_dspark:
-                bias = (
-                    self.weights["markov_head.markov_w2.weight"]
-                    @ self.weights["markov_head.markov_w1.weight"][previous]
-                )
-                row = row + bias
-            best = row.topk(2)
+        for row in self._draft_rows(hidden) @ self.head.T:
+            best = (row + self._bias(previous)).topk(2)
             previous = int(best.indices[0])
             tokens.append(previous)
             margins.append(float(best.values[0] - best.values[1]))

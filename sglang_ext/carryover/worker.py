@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
@@ -53,6 +54,13 @@ class CarryMixin:
         self._slot_rows: torch.Tensor = pool.req_to_token
         self._generation: torch.Tensor = pool.req_generation
         self.carry = CarryState(self._slot_rows.shape[0], self._slot_rows.device)
+        # Attention backends size their page tables for the context, not for the row's headroom behind it.
+        self.carry_columns = min(self._slot_rows.shape[1], int(self.draft_model_runner.model_config.context_len))
+        if get_parallel().tp_rank == 0:  # every rank has the same state and all features
+            self._announce()
+            self._attach_observers()
+
+    def _announce(self) -> None:
         verify_width, query_width = self.carry_widths()
         trained = bool(self.draft_model.carryover_embedding.detach().any())
         logger.info(
@@ -60,16 +68,20 @@ class CarryMixin:
             verify_width - 1 if self._limit is None else min(self._limit, verify_width - 1),
             verify_width,
             query_width,
-            "trained" if trained else "zero (untrained: expect no gain)",
+            "trained" if trained else "zero (untrained: expect less acceptance, not more)",
         )
-        if log := oracle_log():
-            from sglang_ext.carryover.oracle import attach
 
-            attach(self, log)
+    def _attach_observers(self) -> None:
+        """The debug modes of ``settings``, off unless asked for."""
+        if log := oracle_log():
+            from sglang_ext.carryover import oracle
+
+            with refusal_ends_process():
+                oracle.attach(self, log)
         if folder := rounds_folder():
             from sglang_ext.carryover import observer, recorder
 
-            observer.attach(self, recorder.Recorder(Path(folder), verify_width))
+            observer.attach(self, recorder.Recorder(Path(folder), self.carry_widths()[0]))
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None, **kwargs: Any
@@ -110,9 +122,9 @@ class CarryMixin:
         """
         verify_width, query_width = self.carry_widths()
         slots, committed = forward_batch.req_pool_indices, forward_batch.seq_lens
-        columns = self._slot_rows.shape[1]
         previous = self.carry.advance(slots, committed)
-        carried = carried_rows(previous, committed, verify_width, columns - committed - query_width, self._limit)
+        room = self.carry_columns - committed - query_width
+        carried = carried_rows(previous, committed, verify_width, room, self._limit)
         block_slots = draft_slots(
             self._slot_rows, slots, committed, carried, forward_batch.out_cache_loc.view(-1, query_width)
         )
@@ -121,7 +133,7 @@ class CarryMixin:
             # they are absent, SGLang passes bounds that cover the shift already.
             committed_cpu = batch.seq_lens_cpu
             previous_cpu = self.carry.advance_cpu(batch.req_pool_indices_cpu, committed_cpu)
-            room_cpu = columns - committed_cpu - query_width
+            room_cpu = self.carry_columns - committed_cpu - query_width
             carried_cpu = carried_rows(previous_cpu, committed_cpu, verify_width, room_cpu, self._limit)
             forward_batch.seq_lens_cpu = forward_batch.seq_lens_cpu + carried_cpu
             forward_batch.seq_lens_sum = int(forward_batch.seq_lens_cpu.sum())

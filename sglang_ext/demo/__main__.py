@@ -9,18 +9,21 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from sglang_ext.checkpoints import DraftContract, check, read_contract, read_target
 from sglang_ext.commands.convert import convert
 from sglang_ext.demo import report
-from sglang_ext.demo.measure import Answer, Prompt, ask, figures, read_prompts
-from sglang_ext.demo.servers import serving
+from sglang_ext.demo.measure import figures
 from sglang_ext.errors import UsageError
+from sglang_ext.evaluation import record
+from sglang_ext.evaluation.client import Answer, ask
+from sglang_ext.evaluation.prompts import Prompt, read_prompts
+from sglang_ext.evaluation.report import progress
+from sglang_ext.evaluation.servers import interrupt_on_terminate, serving
 from sglang_ext.server import check_port
 
 SERVER_FLAGS = ("--enable-metrics", "--log-level", "warning")
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     untrained = carried.algorithm if carried.embedding_is_zero() else None
     settings = {name: getattr(args, name) for name in ("per_category", "max_tokens", "concurrency")}
     settings["seconds"] = round(time.monotonic() - begun, 1)
-    report.write(args.out, report.document(rows, untrained, settings))
+    record.write(args.out, report.document(rows, untrained, settings))
     show(console, rows, untrained, args.out)
     keep(console, args, target, carried)
     return 0 if all(row["identical"] for row in rows) else 1
@@ -129,16 +132,6 @@ def keep(console: Console, args: argparse.Namespace, target: Path, carried: Draf
         signal.pause()
 
 
-def progress(console: Console) -> Progress:
-    """A bar per method."""
-    columns = (SpinnerColumn(), TextColumn("{task.description:<48}"), BarColumn(20), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), console=console)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_on_terminate()
     sys.exit(main())

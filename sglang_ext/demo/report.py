@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from sglang_ext import __version__
-
-PACKAGES = ("sglang", "torch", "transformers")
+from sglang_ext.evaluation.record import environment
 
 
 def table(rows: list[dict[str, Any]], untrained: str | None) -> Table:
@@ -40,19 +33,4 @@ def table(rows: list[dict[str, Any]], untrained: str | None) -> Table:
 
 def document(rows: list[dict[str, Any]], untrained: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     """The same figures, with the settings and the environment they were measured in."""
-    environment = {
-        "sglang_ext": __version__,
-        **{name: version(name) for name in PACKAGES},
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-    }
-    return {"methods": rows, "untrained": untrained, "settings": settings, "environment": environment}
-
-
-def write(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    return {"methods": rows, "untrained": untrained, "settings": settings, "environment": environment()}

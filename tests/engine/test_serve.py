@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.demo.measure import Prompt, ask
-from sglang_ext.demo.servers import serving
+from sglang_ext.evaluation.client import ask
+from sglang_ext.evaluation.prompts import Prompt
+from sglang_ext.evaluation.servers import serving
 
 Models = dict[str, Path]
 PROMPTS = [Prompt(str(n), "code", text) for n, text in enumerate(["def first(", "The second", "3 + 3 = "])]

@@ -12,8 +12,11 @@ from rich.console import Console
 
 from sglang_ext.demo import report
 from sglang_ext.demo.__main__ import main
-from sglang_ext.demo.measure import Answer, Prompt, figures, read_prompts
+from sglang_ext.demo.measure import figures
 from sglang_ext.errors import UsageError
+from sglang_ext.evaluation import record
+from sglang_ext.evaluation.client import Answer
+from sglang_ext.evaluation.prompts import Prompt, read_prompts
 
 PROMPTS = [Prompt("code-1", "code", "a"), Prompt("qa-1", "qa", "b"), Prompt("code-2", "code", "c")]
 PLAIN = [Answer(prompt, "", (1, 2, 3, 4, 5), ()) for prompt in PROMPTS]
@@ -29,7 +32,7 @@ def test_prompts_are_taken_evenly_and_in_order(tmp_path: Path) -> None:
     assert [prompt.id for prompt in read_prompts(path, 1)] == ["code-1", "qa-1"]
     assert [prompt.id for prompt in read_prompts(path, 9)] == ["code-1", "code-2", "qa-1"]
     path.write_text('{"id": "x", "turns": []}')
-    with pytest.raises(UsageError, match="not a file of prompts"):
+    with pytest.raises(UsageError, match=r"Line 1 of .* is no prompt"):
         read_prompts(path, 1)
 
 
@@ -64,7 +67,7 @@ def test_the_table_names_what_is_untrained_and_what_differs() -> None:
 
 def test_figures_are_written_whole(tmp_path: Path) -> None:
     document = report.document([figures("plain decoding", PLAIN, PLAIN)], None, {"max_tokens": 5})
-    report.write(tmp_path / "build" / "demo.json", document)
+    record.write(tmp_path / "build" / "demo.json", document)
     read = json.loads((tmp_path / "build" / "demo.json").read_text())
     assert read["methods"][0]["verify_steps"] == 12 and read["environment"]["sglang"]
     assert [path.name for path in (tmp_path / "build").iterdir()] == ["demo.json"]

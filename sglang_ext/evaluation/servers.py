@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from sglang_ext.errors import UsageError
 
@@ -20,13 +22,16 @@ STOP_SECONDS = 20.0
 
 
 @contextlib.contextmanager
-def serving(words: Sequence[str], *, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def serving(
+    words: Sequence[str], *, port: int, log: Path, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run ``sglang-ext serve`` with these words until the block ends, whichever way it ends.
 
     Args:
         words: arguments of ``sglang-ext serve``, without the port.
         port: where it listens on 127.0.0.1.
         log: file for everything it prints.
+        env: its environment; this process's by default.
 
     Yields:
         The process, once /health answers. It leads its own process group, which is gone when the block is left.
@@ -38,13 +43,25 @@ def serving(words: Sequence[str], *, port: int, log: Path) -> Iterator[subproces
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=None if env is None else dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         _wait_until_healthy(process, port, log)
         yield process
     finally:
         stop(process)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -80,3 +97,12 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return f"{lines[-1].rstrip('.') if lines else 'it printed nothing'} ({log})."
+
+
+def interrupt_on_terminate() -> None:
+    """Let SIGTERM end this process as Ctrl-C does, so that a server it started is stopped on the way."""
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,104 @@
+"""What is evaluated: one drafter, the references it is compared with, and plain decoding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.checkpoints import DraftContract, TargetInfo, check, locate, read_contract
+from sglang_ext.errors import UsageError
+from sglang_ext.settings import CARRIED_ROWS_LIMIT, ORACLE_LOG, ROUNDS
+
+OFF = "off"  # as a reference: the drafter under evaluation with its carry switched off
+
+
+@dataclass(frozen=True)
+class Method:
+    """A drafter as it is served; ``carried_rows`` limits a Carryover drafter (None: all rows)."""
+
+    name: str
+    contract: DraftContract
+    carried_rows: int | None = None
+
+    def words(self, target: str, flags: Sequence[str]) -> list[str]:
+        """Arguments of ``sglang-ext serve``."""
+        return [target, "--draft", str(self.contract.path), *flags]
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """This process's environment with the switches that the method needs, and no other of ours."""
+        kept = {k: v for k, v in os.environ.items() if k not in (CARRIED_ROWS_LIMIT, ORACLE_LOG, ROUNDS)}
+        limit = {} if self.carried_rows is None else {CARRIED_ROWS_LIMIT: str(self.carried_rows)}
+        return {**kept, **limit, **more}
+
+    def describe(self) -> dict[str, Any]:
+        """The method's entry in the results."""
+        zero = self.contract.embedding_is_zero()
+        return {
+            "name": self.name,
+            "drafter": str(self.contract.path),
+            "algorithm": self.contract.algorithm,
+            "drafts": self.contract.drafts,
+            "carried_rows": self.carried_rows,
+            "embedding": None if zero is None else "zero, untrained" if zero else "trained",
+        }
+
+
+def choose(draft: str, compare: Sequence[str], carried_rows: int | None, target: TargetInfo) -> list[Method]:
+    """The drafter under evaluation first, then its references.
+
+    Args:
+        draft: directory or Hugging Face name.
+        compare: the same, or ``off``.
+        carried_rows: limit for the drafter under evaluation; references carry all rows.
+
+    Raises:
+        UsageError: a drafter is broken or does not fit, a limit or ``off`` without Carryover, a method given twice.
+    """
+    contract = _checked(draft, target)
+    if contract.method != "carryover" and (carried_rows is not None or OFF in compare):
+        asked = f"--compare {OFF}" if OFF in compare else "--carried-rows"
+        raise UsageError(f"{draft} is no Carryover drafter, so it carries no rows; leave {asked} out.")
+    chosen = [(contract, carried_rows)]
+    chosen += [(contract, 0) if other == OFF else (_checked(other, target), None) for other in compare]
+    labels = _labels([contract for contract, _ in chosen])
+    methods = [
+        Method(label + _suffix(limit), contract, limit) for label, (contract, limit) in zip(labels, chosen, strict=True)
+    ]
+    names = [method.name for method in methods]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise UsageError(f"{twice} would be measured twice; name each drafter once.")
+    return methods
+
+
+def baseline(methods: Sequence[Method]) -> Method | None:
+    """The first reference that is a stock drafter of the first method's kind, reading the same target features."""
+    first = methods[0].contract
+    for method in methods[1:]:
+        other = method.contract
+        same = (other.kind, other.target_layer_ids, other.drafts) == (first.kind, first.target_layer_ids, first.drafts)
+        if other.method == "none" and same:
+            return method
+    return None
+
+
+def _checked(draft: str, target: TargetInfo) -> DraftContract:
+    contract = read_contract(locate(draft))
+    check(contract, target)
+    return contract
+
+
+def _labels(contracts: Sequence[DraftContract]) -> list[str]:
+    """Directory names; whole paths where two differ only in that."""
+    paths = [contract.path for contract in contracts]
+    alike = {path.name for path in paths if len({other for other in paths if other.name == path.name}) > 1}
+    return [str(path) if path.name in alike else Path(path).resolve().name for path in paths]
+
+
+def _suffix(limit: int | None) -> str:
+    if limit is None:
+        return ""
+    return ", carry off" if limit == 0 else f", {limit} carried"
