@@ -11,14 +11,14 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from sglang_ext import compat
-from sglang_ext.checkpoints import check, locate, read_contract, read_target
+from sglang_ext.checkpoints import check, find_target, locate, read_contract
 from sglang_ext.errors import UsageError, refusal_ends_process
 from sglang_ext.settings import carried_rows_limit
 
 BASES = {"CARRYOVER_DFLASH": SpeculativeAlgorithm.DFLASH, "CARRYOVER_DSPARK": SpeculativeAlgorithm.DSPARK}
 """Each added algorithm and the built-in one it extends."""
 
-_OWN = frozenset({"create_worker", "register", "from_string"})
+_OWN = frozenset({"create_worker", "handle_server_args", "register", "from_string"})
 
 
 class ExtendedAlgorithm(CustomSpecAlgo):
@@ -32,6 +32,12 @@ class ExtendedAlgorithm(CustomSpecAlgo):
     def base(self) -> SpeculativeAlgorithm:
         """The built-in algorithm behind this one."""
         return BASES[self.name]
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Resolve the arguments as the base does, then check the draft backend that came of it."""
+        self.base.handle_server_args(server_args)
+        with refusal_ends_process():
+            check_draft_backend(self.name, compat.resolved_draft_backend(server_args))
 
 
 def _delegate(name: str) -> Any:
@@ -49,6 +55,7 @@ for _name, _member in vars(SpeculativeAlgorithm).items():
 
 def register() -> None:
     """Add the algorithms to SGLang's registry; a second call changes nothing."""
+    compat.choose_backends_like({name: base.name for name, base in BASES.items()})
     for name in BASES:
         if get_spec(name) is None:
             SpeculativeAlgorithm.register(
@@ -78,6 +85,13 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("pp_size", (1,), "draft state lives on one pipeline stage; set --pp-size 1"),
     ("attn_dp_size", (1, None), "idle ranks skip the draft that keeps the state; drop --enable-dp-attention"),
     ("attn_cp_size", (1, None), "context parallelism splits the draft prefix; set --attn-cp-size 1"),
+    ("dcp_size", (1, None), "decode context parallelism splits the draft prefix; set --dcp-size 1"),
+    ("enable_pdmux", (False, None), "its split prefill is not verified; drop --enable-pdmux"),
+    (
+        "speculative_draft_model_quantization",
+        (None, "unquant"),
+        "quantised drafters are not verified; set --speculative-draft-model-quantization unquant",
+    ),
     ("speculative_draft_window_size", (None,), "a windowed draft cache has no room for carried rows; drop the flag"),
     ("enable_unified_memory", (False, None), "its slot translation is not verified; drop --enable-unified-memory"),
     ("enable_linear_replayssm_spec", (False, None), "its state commit is not verified; drop the flag"),
@@ -110,15 +124,19 @@ def check_server_args(server_args: Any) -> None:
         text = os.environ.get(name, allowed_text[0]).lower()
         if text not in allowed_text:
             raise UsageError(f"{algorithm} cannot run with {name}={text} in the environment: {reason}.")
-    backend = getattr(server_args, "speculative_draft_attention_backend", None)
-    if backend is not None and backend not in compat.DRAFT_BACKENDS:
-        raise UsageError(
-            f"{algorithm} cannot run with the draft attention backend {backend}: it is not verified with carried "
-            f"rows; set --speculative-draft-attention-backend to one of {', '.join(compat.DRAFT_BACKENDS)}."
-        )
+    check_draft_backend(algorithm, getattr(server_args, "speculative_draft_attention_backend", None))
     carried_rows_limit()  # read in the scheduler; a wrong value is better refused before it exists
     if getattr(server_args, "speculative_draft_model_path", None) is None:
         raise UsageError(f"{algorithm} needs a drafter: set --speculative-draft-model-path to a Carryover checkpoint.")
+
+
+def check_draft_backend(algorithm: str, backend: str | None) -> None:
+    """UsageError for an attention backend that the shifted block was not verified with; None is undecided yet."""
+    if backend is not None and backend not in compat.DRAFT_BACKENDS:
+        raise UsageError(
+            f"{algorithm} cannot draft with the attention backend {backend}: it is not verified with carried rows; "
+            f"set --speculative-draft-attention-backend to one of {', '.join(compat.DRAFT_BACKENDS)}."
+        )
 
 
 def check_drafter(server_args: Any) -> None:
@@ -130,7 +148,7 @@ def check_drafter(server_args: Any) -> None:
             f"{path} is a drafter for {contract.algorithm}, not for {algorithm}; choose that algorithm, or make a "
             "Carryover drafter with `sglang-ext convert BASE --carryover OUT`."
         )
-    check(contract, read_target(locate(server_args.model_path, revision=server_args.revision, weights=False)))
+    check(contract, find_target(server_args.model_path, server_args.revision))
     widths = {
         "speculative_num_draft_tokens": contract.verify_width,
         f"speculative_{contract.kind}_block_size": contract.block_size,

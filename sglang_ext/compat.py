@@ -1,4 +1,7 @@
-"""The only module that reaches into SGLang's private parts; each is named here and asserted at start.
+"""What this plugin relies on in SGLang's private parts, and the only place that changes any of it.
+
+The functions overridden or called are asserted by signature when a worker is made. (Attributes of SGLang's worker
+objects are read where they are used.)
 
 Written for SGLang 0.5.23. Another version is refused: its workers, pools and arguments differ.
 """
@@ -43,6 +46,8 @@ TOUCH_POINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.kv_cache_configurator:get_req_to_token_extra_context_len": (),
     "sglang.srt.mem_cache.allocation_sizing:get_alloc_reserve_per_decode": (),
     "sglang.srt.mem_cache.allocation_sizing:get_alloc_page_size": (),
+    "sglang.srt.arg_groups.model_override_base:attention_backends_of": ("cfg",),
+    "sglang.srt.arg_groups.overrides:resolved_view": (),
 }  # fmt: skip
 
 
@@ -79,6 +84,34 @@ def check_touch_points(points: dict[str, tuple[str, ...]] = TOUCH_POINTS) -> Non
             raise UsageError(
                 f"SGLang's {point} takes no parameter {missing[0]!r}; install an unmodified SGLang {SGLANG_VERSION}."
             )
+
+
+def choose_backends_like(bases: dict[str, str]) -> None:
+    """Let an added algorithm get the default attention backend of its base.
+
+    SGLang asks for DFLASH by name there (model_override_base.py:274), so on Blackwell an extension of it would get
+    another target backend than DFLASH itself.
+    """
+    from sglang.srt.arg_groups import model_override_base
+
+    stock = model_override_base._forces_eagle_topk_one
+    if not getattr(stock, "knows_added_algorithms", False):
+
+        def forces_eagle_topk_one(name: str) -> bool:
+            return bool(stock(bases.get(str(name).upper(), name)))
+
+        forces_eagle_topk_one.knows_added_algorithms = True  # type: ignore[attr-defined]
+        model_override_base._forces_eagle_topk_one = forces_eagle_topk_one
+
+
+def resolved_draft_backend(server_args: Any) -> str | None:
+    """The draft's attention backend once its arguments are resolved; None where SGLang decides later."""
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    view = resolved_view(server_args)
+    backend: str | None = view.speculative_draft_attention_backend or attention_backends_of(view)[0]
+    return backend
 
 
 def register_draft_models() -> None:

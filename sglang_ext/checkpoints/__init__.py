@@ -5,6 +5,8 @@ Neither torch nor SGLang is imported: only JSON and safetensors headers are read
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from sglang_ext.checkpoints.contract import (
     ALGORITHMS,
     ARCHITECTURES,
@@ -33,6 +35,7 @@ __all__ = [
     "Weights",
     "carryover_limits",
     "check",
+    "find_target",
     "is_drafter",
     "locate",
     "read_contract",
@@ -50,3 +53,10 @@ def check(contract: DraftContract, target: TargetInfo | None = None) -> None:
         fit = f" --target {target.path}" if target is not None else ""
         more = f" ({len(problems) - 1} more: sglang-ext inspect {contract.path}{fit})" if len(problems) > 1 else ""
         raise UsageError(f"The drafter {contract.path} cannot be served: {problems[0].rstrip('.')}{more}.")
+
+
+def find_target(model: str, revision: str | None = None) -> TargetInfo | None:
+    """What a drafter must fit; None where only SGLang can read the target (object storage, GGUF)."""
+    if "://" in model or Path(model).is_file():
+        return None
+    return read_target(locate(model, revision=revision, weights=False))

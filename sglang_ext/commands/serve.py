@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from sglang_ext import server
-from sglang_ext.checkpoints import DraftContract, TargetInfo, check, locate, read_contract, read_target
+from sglang_ext.checkpoints import DraftContract, check, find_target, locate, read_contract
 from sglang_ext.errors import UsageError
 
 METHODS = ("auto", "none", "carryover", "ready")
@@ -78,7 +78,7 @@ def checked_draft(model: str, draft: str, flags: list[str]) -> DraftContract:
             raise UsageError(f"{name} is chosen from --draft and --method; leave it out or leave --draft out.")
     revision, _ = server.take(flags, "--speculative-draft-model-revision")
     contract = read_contract(locate(draft, revision=revision))
-    check(contract, _target(model, flags))
+    check(contract, find_target(model, server.take(flags, "--revision")[0]))
     return contract
 
 
@@ -97,11 +97,3 @@ def choose_algorithm(contract: DraftContract, method: str) -> str:
         f"{contract.path} is a Carryover drafter, which stock {contract.base_algorithm} does not load; serve the "
         "drafter it was made from, or keep --method carryover and set SGLANG_EXT_CARRIED_ROWS=0, which drafts as stock."
     )
-
-
-def _target(model: str, flags: list[str]) -> TargetInfo | None:
-    """What the drafter must fit; None where only SGLang can read the target (object storage, GGUF)."""
-    if "://" in model or Path(model).is_file():
-        return None
-    revision, _ = server.take(flags, "--revision")
-    return read_target(locate(model, revision=revision, weights=False))

@@ -7,20 +7,10 @@ branches]`` once, under a mask that lets a branch see its own prefix and itself 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from sglang_ext.training.features import TargetFeatures
-
-
-@dataclass(frozen=True)
-class Verified:
-    """Target features [R, n, W, K*H] of every branch row (row 0 is the anchor), and its greedy tokens [R, n, W]."""
-
-    features: Tensor
-    greedy: Tensor
 
 
 def branch_mask(anchors: Tensor, length: int, width: int) -> Tensor:
@@ -44,9 +34,10 @@ def branch_mask(anchors: Tensor, length: int, width: int) -> Tensor:
 
 
 @torch.no_grad()
-def verify_branches(target: TargetFeatures, input_ids: Tensor, anchors: Tensor, proposals: Tensor) -> Verified:
-    """Run the target over recorded rows [R, T] and the branches of their anchors [R, n] with proposals [R, n, W - 1].
+def verify_branches(target: TargetFeatures, input_ids: Tensor, anchors: Tensor, proposals: Tensor) -> Tensor:
+    """Target features [R, n, W, K*H] of every branch row (row 0 is the anchor).
 
+    Runs the target over recorded rows [R, T] and the branches of their anchors [R, n] with proposals [R, n, W - 1].
     Full attention only: a recurrent layer carries state from row to row and would run through the branches.
     """
     rows, length = input_ids.shape
@@ -54,13 +45,12 @@ def verify_branches(target: TargetFeatures, input_ids: Tensor, anchors: Tensor, 
     branches = torch.cat([input_ids.gather(1, anchors)[:, :, None], proposals], dim=2)
     positions = anchors[:, :, None] + torch.arange(width, device=anchors.device)
     order = torch.arange(length, device=anchors.device).expand(rows, -1)
-    features, last_hidden = target(
+    features, _ = target(
         torch.cat([input_ids, branches.flatten(1)], dim=1),
         position_ids=torch.cat([order, positions.flatten(1)], dim=1),
         attention_mask=branch_mask(anchors, length, width),
     )
-    greedy = target.logits(last_hidden[:, length:]).argmax(-1)
-    return Verified(features[:, length:].view(rows, count, width, -1), greedy.view(rows, count, width))
+    return features[:, length:].view(rows, count, width, -1)
 
 
 def accepted_drafts(proposals: Tensor, continuation: Tensor) -> Tensor:

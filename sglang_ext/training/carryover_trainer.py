@@ -30,6 +30,24 @@ class CarryoverTrainer(DrafterTrainer):
         super().__init__(*args, **kwargs)
         self.gamma, self.carry = gamma, carry
 
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Mean loss of a micro-batch over all ranks, each micro-batch of a step with the same weight.
+
+        Which second drafts are supervised is known only once the first drafts are verified, so the step has no common
+        denominator in advance, as the base drafter's has.
+        """
+        outputs = self.run_batch(model, inputs)
+        self._add(outputs)
+        weight = self.accelerator.reduce(outputs["weight_sum"], "sum") * self.args.gradient_accumulation_steps
+        loss = outputs["loss"] * self.accelerator.num_processes / weight.clamp(min=1e-9)
+        return (loss, outputs) if return_outputs else loss
+
     def run_batch(self, model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Features, first drafts, verification, then the second drafts' loss and metric sums."""
         drafter = self.accelerator.unwrap_model(model)
@@ -83,7 +101,7 @@ def second_drafts(features: Any, inputs: dict[str, Tensor], proposals: Tensor, g
         "anchors": torch.where(usable, anchor + row * width, 0),
         "labels": labels,
         "weights": weights,
-        "carried_features": verified.features.flatten(0, 1)[:, 1:],
+        "carried_features": verified.flatten(0, 1)[:, 1:],
         "carried_positions": start[:, None] + 1 + torch.arange(drafts, device=ids.device),
         "carried": rejected_mask(accepted + 1, drafts + 1)[:, 1:] & usable[:, None],
     }

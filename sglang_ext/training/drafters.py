@@ -27,7 +27,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "dspark": {"block_size": 7, "layers": 2, "markov_rank": 64},
         "both": {"anchors": 128, "max_length": 512, "batch_tokens": 16384, "accumulate": 1, "learning_rate": 2e-3},
     },
-    # The papers' drafters: five layers, 512 anchors a sequence, global batch 512 over whatever GPUs there are.
+    # The papers' drafters: five layers, 512 anchors a sequence; a global batch of 512 on eight GPUs.
     "published": {
         "dflash": {"block_size": 16, "layers": 5, "markov_rank": 0, "max_length": 3072},
         "dspark": {"block_size": 7, "layers": 5, "markov_rank": 256, "max_length": 4096},
