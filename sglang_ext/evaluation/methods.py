@@ -63,15 +63,14 @@ def choose(draft: str, compare: Sequence[str], carried_rows: int | None, target:
         raise UsageError(f"{draft} is no Carryover drafter, so it carries no rows; leave {asked} out.")
     chosen = [(contract, carried_rows)]
     chosen += [(contract, 0) if other == OFF else (_checked(other, target), None) for other in compare]
-    labels = _labels([contract for contract, _ in chosen])
-    methods = [
+    seen = [(contract.path.resolve(), limit) for contract, limit in chosen]
+    twice = next((path for path, limit in seen if seen.count((path, limit)) > 1), None)
+    if twice is not None:
+        raise UsageError(f"{twice} would be measured twice in the same way; name each drafter once.")
+    labels = _labels([path for path, _ in seen])
+    return [
         Method(label + _suffix(limit), contract, limit) for label, (contract, limit) in zip(labels, chosen, strict=True)
     ]
-    names = [method.name for method in methods]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
-        raise UsageError(f"{twice} would be measured twice; name each drafter once.")
-    return methods
 
 
 def baseline(methods: Sequence[Method]) -> Method | None:
@@ -91,11 +90,9 @@ def _checked(draft: str, target: TargetInfo) -> DraftContract:
     return contract
 
 
-def _labels(contracts: Sequence[DraftContract]) -> list[str]:
-    """Directory names; whole paths where two differ only in that."""
-    paths = [contract.path for contract in contracts]
-    alike = {path.name for path in paths if len({other for other in paths if other.name == path.name}) > 1}
-    return [str(path) if path.name in alike else Path(path).resolve().name for path in paths]
+def _labels(paths: Sequence[Path]) -> list[str]:
+    """Directory names; whole paths where two differ only in those."""
+    return [str(path) if any(p.name == path.name and p != path for p in paths) else path.name for path in paths]
 
 
 def _suffix(limit: int | None) -> str:

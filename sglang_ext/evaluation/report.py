@@ -100,11 +100,10 @@ def survival_table(rows: Sequence[dict[str, Any]], temperature: float) -> Table:
 
 def gain_table(rows: Sequence[dict[str, Any]], temperature: float) -> Table:
     """The method's gain over each reference by category."""
-    title = f"Gain of {rows[0]['method']} at temperature {temperature:g}, paired [95 % interval]"
-    grid = _table(title, "prompts")
+    grid = _table(f"Gain at temperature {temperature:g}, paired [95 % interval]", "prompts")
     references = list(dict.fromkeys(row["reference"] for row in rows))
     for reference in references:
-        grid.add_column(f"over {reference}", justify="right")
+        grid.add_column(f"{rows[0]['method']}\nover {reference}", justify="right")
     for category in dict.fromkeys(row["category"] for row in rows):
         if category == ALL:
             grid.add_section()
@@ -120,7 +119,7 @@ def gain_table(rows: Sequence[dict[str, Any]], temperature: float) -> Table:
 
 def carry_table(carry: dict[str, Any]) -> Table:
     """Carried rows and re-convergence by category, and how they go with the gain."""
-    grid = _table(f"Carried rows of {carry['method']} in recorded rounds, temperature 0", "recorded prompts")
+    grid = _table(f"Carry of {carry['method']} in recorded rounds, temperature 0", "recorded prompts")
     for name in ("rounds", "carried rows\nper round", "rejected rows\nper rejected round", "re-converged\nper such"):
         grid.add_column(name, justify="right")
     for category, row in carry["by_category"].items():
