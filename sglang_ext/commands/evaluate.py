@@ -44,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", metavar="N", type=_count, default=256, help="longest answer (default: 256)")
     parser.add_argument("--concurrency", metavar="N", type=_count, default=4, help="requests in flight (default: 4)")
     parser.add_argument(
-        "--carried-rows", metavar="N", type=int, help="D carries at most N rows, 0: none (default: all)"
+        "--carried-rows", metavar="N", type=_whole, help="D carries at most N rows, 0: none (default: all)"
     )
     parser.add_argument(
         "--recorded-prompts",
         metavar="N",
-        type=int,
+        type=_whole,
         default=8,
         help="of each category, asked again with their rounds recorded, for the figures of the carry; 0: without them",
     )
@@ -136,10 +136,17 @@ def settings(args: argparse.Namespace, plan: Any, seconds: float) -> dict[str, A
     }
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or above")
     return int(text)
+
+
+def _count(text: str) -> int:
+    value = _whole(text)
+    if not value:
+        raise argparse.ArgumentTypeError("0 is too few, give a number above")
+    return value
 
 
 def _temperature(text: str) -> float:

@@ -27,12 +27,6 @@ class Method:
         """Arguments of ``sglang-ext serve``."""
         return [target, "--draft", str(self.contract.path), *flags]
 
-    def environment(self, **more: str) -> dict[str, str]:
-        """This process's environment with the switches that the method needs, and no other of ours."""
-        kept = {k: v for k, v in os.environ.items() if k not in (CARRIED_ROWS_LIMIT, ORACLE_LOG, ROUNDS)}
-        limit = {} if self.carried_rows is None else {CARRIED_ROWS_LIMIT: str(self.carried_rows)}
-        return {**kept, **limit, **more}
-
     def describe(self) -> dict[str, Any]:
         """The method's entry in the results."""
         zero = self.contract.embedding_is_zero()
@@ -44,6 +38,13 @@ class Method:
             "carried_rows": self.carried_rows,
             "embedding": None if zero is None else "zero, untrained" if zero else "trained",
         }
+
+
+def environment(carried_rows: int | None = None, **more: str) -> dict[str, str]:
+    """This process's environment with the switches that a server needs, and no other of ours."""
+    kept = {k: v for k, v in os.environ.items() if k not in (CARRIED_ROWS_LIMIT, ORACLE_LOG, ROUNDS)}
+    limit = {} if carried_rows is None else {CARRIED_ROWS_LIMIT: str(carried_rows)}
+    return {**kept, **limit, **more}
 
 
 def choose(draft: str, compare: Sequence[str], carried_rows: int | None, target: TargetInfo) -> list[Method]:

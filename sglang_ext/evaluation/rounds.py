@@ -62,7 +62,8 @@ def read(
         width: D, values of one row of features.
         limit: at most this many rejected rows were carried.
 
-    A round that began at the end of its answer (the scheduler runs one ahead) is left out.
+    A round that began at the end of its answer (the scheduler runs one ahead) is left out. Within a block of the
+    end of the context a server carries fewer rows than were rejected, for want of room; that is not followed here.
     """
     features = torch.from_numpy(np.fromfile(folder / FEATURES, dtype=np.float32).reshape(-1, width))
     found: dict[str, _Rows] = {}

@@ -13,7 +13,7 @@ from sglang_ext.carryover.reference import ReferenceDrafter
 from sglang_ext.evaluation import client, figures, rounds
 from sglang_ext.evaluation.client import Answer
 from sglang_ext.evaluation.figures import ALL, PromptTrace
-from sglang_ext.evaluation.methods import Method, baseline
+from sglang_ext.evaluation.methods import Method, baseline, environment
 from sglang_ext.evaluation.prompts import Prompt
 from sglang_ext.evaluation.replay import Variant, recall, replay
 from sglang_ext.evaluation.servers import free_port, serving
@@ -100,7 +100,7 @@ def _ask(plan: Plan, port: int, prompts: list[Prompt], temperature: float, name:
 def _measure(plan: Plan, method: Method, bar: Progress) -> dict[float, list[Answer]]:
     port, log = free_port(), plan.work / f"{plan.methods.index(method)}.log"
     starting = bar.add_task(f"{method.name}: starting the server", total=None)
-    with serving(method.words(plan.target, plan.flags), port=port, log=log, env=method.environment()):
+    with serving(method.words(plan.target, plan.flags), port=port, log=log, env=environment(method.carried_rows)):
         bar.remove_task(starting)
         return {at: _ask(plan, port, plan.prompts, at, method.name, bar) for at in plan.temperatures}
 
@@ -109,8 +109,7 @@ def _identity(plan: Plan, answers: Answers, bar: Progress) -> list[dict[str, Any
     """Every method's greedy answers against plain decoding's; it also says how close a call each difference was."""
     port = free_port()
     starting = bar.add_task(f"{PLAIN}: starting the server", total=None)
-    environment = plan.methods[0].environment()
-    with serving([plan.target, *plan.flags], port=port, log=plan.work / "plain.log", env=environment):
+    with serving([plan.target, *plan.flags], port=port, log=plan.work / "plain.log", env=environment()):
         bar.remove_task(starting)
         plain = _ask(plan, port, plan.prompts, 0.0, PLAIN, bar)
         tie = client.tie(port)
@@ -138,7 +137,8 @@ def _carry(plan: Plan, bar: Progress) -> dict[str, Any]:
     prompts = [prompt for group in groups.values() for prompt in group[: plan.recorded_prompts]]
     words = method.words(plan.target, [*plan.flags, *RECORDING_FLAGS])
     starting = bar.add_task(f"{method.name}: starting the server to record", total=None)
-    with serving(words, port=port, log=plan.work / "record.log", env=method.environment(**{ROUNDS: str(folder)})):
+    env = environment(method.carried_rows, **{ROUNDS: str(folder)})
+    with serving(words, port=port, log=plan.work / "record.log", env=env):
         bar.remove_task(starting)
         answers = _ask(plan, port, prompts, 0.0, f"{method.name}, recorded", bar)
     tokens = {a.request: (a.prompt.category, (*a.input_ids, *a.token_ids)) for a in answers}
