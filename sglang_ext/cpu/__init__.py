@@ -25,7 +25,7 @@ SERVER_DEFAULTS: dict[str, Any] = {
     "disable_cuda_graph": True,
     "skip_server_warmup": True,
     "mem_fraction_static": 0.2,
-    "max_total_tokens": 32768,
+    "max_total_tokens": 16384,
     "max_running_requests": 8,
     "max_mamba_cache_size": 64,
 }

@@ -113,9 +113,8 @@ def _query_lens(forward_batch: Any, bs: int) -> list[int]:
     if mode.is_decode():
         return [1] * bs
     if mode.is_target_verify():
-        ragged = getattr(forward_batch.spec_info, "ragged_verify_layout", None)
-        if ragged is not None:
-            return [int(n) for n in ragged.qo_indptr_device.diff().tolist()]
+        if getattr(forward_batch.spec_info, "ragged_verify_layout", None) is not None:
+            raise NotImplementedError("the CPU platform verifies as many tokens for every request (static verify)")
     elif forward_batch.extend_seq_lens is not None:
         return [int(n) for n in forward_batch.extend_seq_lens.tolist()]
     return [forward_batch.positions.numel() // bs] * bs

@@ -129,11 +129,6 @@ def commit_states(
             dst[:, slot] = src[:, row, step].to(dst.dtype)
 
 
-def no_multi_commit(pairs: Any) -> bool:
-    """Send every window through :func:`commit_states` (mamba_state_scatter_triton.py:683 has a launch for bfloat16)."""
-    return False
-
-
 def track_states(
     conv_states: torch.Tensor,
     ssm_states: torch.Tensor,

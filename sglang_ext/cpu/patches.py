@@ -231,13 +231,6 @@ PATCHES: tuple[Patch, ...] = (
         _replace_with(lambda pool: None),
     ),
     Patch(
-        "draft-norm-rope",
-        "srt/models/dflash.py:380 takes a Triton kernel for bfloat16 drafters",
-        f"{_OPS}.attention.table_qk_norm_rope:table_qk_norm_rope_",
-        "63df428a9fc0d6cb",
-        _replace_with(elementwise.table_qk_norm_rope_),
-    ),
-    Patch(
         "attention-gate",
         "kernels/ops/elementwise/elementwise.py:53 launches a Triton kernel",
         f"{_OPS}.elementwise.elementwise:fused_sigmoid_mul",
@@ -313,13 +306,6 @@ PATCHES: tuple[Patch, ...] = (
         f"{_OPS}.mamba.mamba_state_scatter_triton:fused_conv_window_scatter_with_mask",
         "ebe82705a8f1fe84",
         _replace_with(mamba_state.commit_states),
-    ),
-    Patch(
-        "conv-commit-one-launch",
-        "kernels/ops/mamba/mamba_state_scatter_triton.py:683 sends bfloat16 windows to a Triton launch of its own",
-        f"{_OPS}.mamba.mamba_state_scatter_triton:_conv_multi_eligible",
-        "321b21922330b712",
-        _replace_with(mamba_state.no_multi_commit),
     ),
     Patch(
         "state-snapshot",

@@ -23,6 +23,21 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities(supports_triton=False)
 
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Fill in what a CPU must have; ValueError for another dtype, whose fused kernels have no answer here."""
+        if server_args.dtype not in ("auto", "float", "float32"):
+            raise ValueError(f"the CPU platform computes in float32, not {server_args.dtype}; leave --dtype out")
+        server_args.dtype = "float32"
+        # SGLang's own choice for the device "cpu" by now (srt/arg_groups/platform_hook.py:140) needs its CPU kernels.
+        if server_args.attention_backend in (None, "intel_amx"):
+            server_args.attention_backend = ATTENTION_BACKEND
+        if server_args.grammar_backend is None:
+            server_args.grammar_backend = "none"
+
+    def get_device(self, device_id: int = 0) -> str:
+        # Where no --device was given SGLang splits the answer like a string (the in-tree class returns a torch.device).
+        return "cpu"
+
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 

@@ -103,6 +103,7 @@ def test_greedy_output_is_the_targets(models: Models, case: str) -> None:
     turns = [prompts(), prompts(), longer]
     result = run_job(
         "generate",
+        fresh=case == "dense-dflash",
         engine={"model_path": str(folder), "mamba_track_interval": 64, **drafting(models, method, target), **flags},
         steps=[{"generate": turn, "sampling": sampling, "stagger": 0.02} for turn in turns],
     )

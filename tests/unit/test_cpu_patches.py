@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -96,9 +97,7 @@ def test_it_ends_the_process_from_within_sglangs_plugin_loader(tmp_path: Path) -
 
 
 def test_a_replaced_function_is_replaced_where_it_was_imported_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    import types
-
-    home, user = types.ModuleType("sglang.test_home"), types.ModuleType("sglang.test_user")
+    home, user = ModuleType("sglang.test_home"), ModuleType("sglang.test_user")
     exec("def f():\n    return 1", vars(home))
     user.f, user.g = home.f, max
     monkeypatch.setitem(sys.modules, "sglang.test_home", home)
@@ -118,3 +117,13 @@ def test_platform_runs_the_two_drafting_algorithms_and_one_attention_backend() -
     ]
     assert platform.supports_speculative_draft_attention_backend("DFLASH", platform.get_default_attention_backend())
     assert not platform.supports_speculative_draft_attention_backend("DFLASH", "triton")
+
+
+def test_platform_fills_in_what_a_cpu_must_have_and_refuses_another_dtype() -> None:
+    from sglang_ext.cpu.platform import CpuPlatform
+
+    given = SimpleNamespace(dtype="auto", attention_backend="intel_amx", grammar_backend=None)
+    CpuPlatform().apply_server_args_defaults(given)
+    assert vars(given) == {"dtype": "float32", "attention_backend": "torch_native", "grammar_backend": "none"}
+    with pytest.raises(ValueError, match="float32, not bfloat16"):
+        CpuPlatform().apply_server_args_defaults(SimpleNamespace(dtype="bfloat16"))
