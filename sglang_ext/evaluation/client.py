@@ -48,7 +48,7 @@ def ask(
     """
     from openai import OpenAI, OpenAIError
 
-    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=None)
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=600)
 
     def one(prompt: Prompt) -> list[Answer]:
         messages: list[dict[str, str]] = []
