@@ -37,6 +37,9 @@ def check_machine() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036 - this runs under whatever python3 is there
         found = ".".join(map(str, sys.version_info[:3]))
         stop(f"Python {found} is too old, SGLang's pinned packages need 3.11 or newer; call `make PYTHON=python3.11`.")
+    if sys.version_info >= (3, 13):
+        found = ".".join(map(str, sys.version_info[:2]))
+        stop(f"Python {found} is too new for SGLang's pinned packages; call `make PYTHON=python3.12` (or python3.11).")
     if not sys.platform.startswith("linux"):
         stop(f"{sys.platform} is not supported, the pinned packages have Linux wheels only; use a Linux machine.")
     free = shutil.disk_usage(ROOT).free / 1e9
@@ -78,8 +81,8 @@ def check_torch() -> None:
     check = subprocess.run([str(VENV / "bin" / "python"), "-c", "import torch"], capture_output=True, text=True)
     if check.returncode:
         stop(
-            "torch cannot be loaded, pip took its CUDA build; let pip find PyTorch's CPU wheels "
-            "(PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), remove .venv and run it again."
+            "torch cannot be loaded, most likely because pip took its CUDA build; let pip find PyTorch's CPU wheels "
+            "(set PIP_EXTRA_INDEX_URL to PyTorch's CPU index), remove .venv and run it again."
         )
 
 

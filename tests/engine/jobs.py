@@ -15,7 +15,8 @@ META = ("spec_correct_drafts_histogram", "spec_verify_ct", "cached_tokens", "com
 def generate(engine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Start one engine and run steps in it, each on what the ones before left in its caches.
 
-    A step has ``generate`` (prompts: texts or lists of token ids), ``sampling`` (one for all, or one each), optionally
+    A step has ``generate`` (prompts: texts or lists of token ids) or ``go_on`` (the number of an earlier step: its
+    prompts with their outputs and three tokens more), ``sampling`` (one for all, or one each), optionally
     ``abort`` (indices of requests to abort once they have streamed a little) and ``stagger`` (seconds between the
     requests' starts, which mixes prefills into running batches).
 
@@ -29,8 +30,13 @@ def generate(engine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, A
     started = time.monotonic()
     running = sgl.Engine(**{**defaults, "log_level": "warning", "random_seed": 1, **engine})
     seconds = time.monotonic() - started
+    results: list[list[dict[str, Any]]] = []
     try:
-        results = [running.loop.run_until_complete(_step(running, **step)) for step in steps]
+        for step in steps:
+            if "go_on" in step:
+                before = results[step.pop("go_on")]
+                step["generate"] = [request["prompt_ids"] + request["output_ids"] + [7, 8, 9] for request in before]
+            results.append(running.loop.run_until_complete(_step(running, **step)))
     finally:
         running.shutdown()
     return {"start_seconds": seconds, "steps": results}
@@ -44,9 +50,10 @@ async def _step(
     async def one(index: int) -> dict[str, Any]:
         await asyncio.sleep(index * stagger)
         prompt = generate[index]
-        field = {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+        if isinstance(prompt, str):
+            prompt = engine.tokenizer_manager.tokenizer.encode(prompt)
         stream = await engine.async_generate(
-            **field, sampling_params=each[index], rid=f"{index}-{time.monotonic_ns()}", stream=True
+            input_ids=prompt, sampling_params=each[index], rid=f"{index}-{time.monotonic_ns()}", stream=True
         )
         last: dict[str, Any] = {}
         output_ids: list[int] = []
@@ -55,7 +62,8 @@ async def _step(
             if index in (abort or []) and len(output_ids) >= 4:
                 engine.tokenizer_manager.abort_request(rid=last["meta_info"]["id"])
                 return {"output_ids": None, "meta": {}}
-        return {"output_ids": output_ids, "meta": {name: last["meta_info"].get(name) for name in META}}
+        meta = {name: last["meta_info"].get(name) for name in META}
+        return {"prompt_ids": prompt, "output_ids": output_ids, "meta": meta}
 
     return list(await asyncio.gather(*(one(index) for index in range(len(generate)))))
 

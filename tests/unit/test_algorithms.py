@@ -131,6 +131,40 @@ def test_a_refusal_ends_the_process_with_its_sentence(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.startswith("sglang-ext: CARRYOVER_DSPARK cannot run with pp_size=2")
 
 
+def test_refused_arguments_are_arguments_of_sglang() -> None:
+    """A renamed one would never be refused."""
+    from sglang.srt.server_args import ServerArgs
+
+    known = set(vars(ServerArgs)) | set(ServerArgs.__annotations__)
+    assert {name for name, _, _ in algorithms._REFUSED} <= known
+
+
+def test_calls_with_arguments_reach_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = SpeculativeAlgorithm.from_string("CARRYOVER_DSPARK")
+    calls = ("create_future_map", "build_disagg_draft_input", "resolve_max_speculative_num_draft_tokens")
+    for name in calls:
+        monkeypatch.setattr(SpeculativeAlgorithm, name, lambda self, *args, **kwargs: (self, args, kwargs))
+        assert getattr(algorithm, name)(1, key=2) == (SpeculativeAlgorithm.DSPARK, (1,), {"key": 2})
+
+
+def test_the_resolved_draft_backend_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm, resolved = SpeculativeAlgorithm.from_string("CARRYOVER_DSPARK"), []
+    monkeypatch.setattr(SpeculativeAlgorithm, "handle_server_args", lambda self, args: resolved.append(self))
+    monkeypatch.setattr(compat, "resolved_draft_backend", lambda args: "fa3")
+    algorithm.handle_server_args(arguments())
+    assert resolved == [SpeculativeAlgorithm.DSPARK]
+    monkeypatch.setattr(compat, "resolved_draft_backend", lambda args: "trtllm_mha")
+    with pytest.raises(SystemExit):
+        algorithm.handle_server_args(arguments())
+
+
+def test_default_backends_are_chosen_as_for_the_base() -> None:
+    from sglang.srt.arg_groups.model_override_base import _forces_eagle_topk_one
+
+    assert _forces_eagle_topk_one("DFLASH") and _forces_eagle_topk_one("CARRYOVER_DFLASH")
+    assert not _forces_eagle_topk_one("CARRYOVER_DSPARK")
+
+
 def test_another_sglang_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     compat.check_version()
     monkeypatch.setattr(compat, "version", lambda name: "0.5.24")
