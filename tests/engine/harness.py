@@ -110,29 +110,32 @@ class _Warm:
             self.lines.put(line)
         self.lines.put("")
 
-    def _number(self, timeout: float) -> int:
-        try:
-            line = self.lines.get(timeout=timeout)
-        except queue.Empty:
-            raise TimeoutError from None
-        if not line:
-            self.errors.seek(0)
-            raise AssertionError(f"the process that forks jobs has ended:\n{self.errors.read()[-4000:]}")
-        return int(line)
+    def _number(self, word: str, timeout: float) -> int:
+        # A test that was interrupted leaves the exit of its job unread.
+        kind = value = ""
+        while kind != word:
+            try:
+                kind, _, value = self.lines.get(timeout=timeout).partition(" ")
+            except queue.Empty:
+                raise TimeoutError from None
+            if not kind:
+                self.errors.seek(0)
+                raise AssertionError(f"the process that forks jobs has ended:\n{self.errors.read()[-4000:]}")
+        return int(value)
 
     def start(self, words: list[str], log: Path, env: dict[str, str]) -> tuple[int, Wait]:
         order = dict(zip(("job", "request", "answer"), words, strict=True), log=str(log), env=env)
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
-        pid = self._number(180)
+        pid = self._number("pid", 180)
 
         def wait(timeout: float) -> int:
             try:
-                return self._number(timeout)
+                return self._number("exit", timeout)
             except TimeoutError:
                 os.killpg(pid, signal.SIGKILL)
-                self._number(60)
+                self._number("exit", 60)
                 raise
 
         return pid, wait

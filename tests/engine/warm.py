@@ -1,7 +1,7 @@
 """A process that has SGLang imported and forks a job on request: importing takes longer than most jobs.
 
-Reads one JSON object a line (job, request, answer, log, env) and writes two lines for it: the job's process id, and its
-exit code when it has ended. Ends with its input.
+Reads one JSON object a line (job, request, answer, log, env) and writes two lines for it: ``pid`` and the job's process
+id, then ``exit`` and its code when it has ended. Ends with its input.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             os._exit(_run(**order))
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        print("pid", pid, flush=True)
+        print("exit", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
 def _run(job: str, request: str, answer: str, log: str, env: dict[str, str]) -> int:
