@@ -257,7 +257,7 @@ def split_projections(
     head_qk: int,
     head_v: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cut the joint projections (kernels/ops/attention/triton_gdn_fused_proj.py:285).
+    """Cut the joint projections (kernels/ops/attention/triton_gdn_fused_proj.py:272).
 
     mixed_qkvz: [tokens, q | k | v | z]; mixed_ba: [tokens, b | a].
 

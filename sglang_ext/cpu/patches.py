@@ -239,7 +239,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "gdn-projection-split",
-        "kernels/ops/attention/triton_gdn_fused_proj.py:285 launches a Triton kernel",
+        "kernels/ops/attention/triton_gdn_fused_proj.py:272 launches a Triton kernel",
         f"{_OPS}.attention.triton_gdn_fused_proj:fused_qkvzba_split_reshape_cat_contiguous",
         "ffb71f6b2f5ff855",
         _replace_with(gated_delta.split_projections),
