@@ -26,7 +26,13 @@ def main(argv: Sequence[str]) -> int:
 
     with refusal_ends_process():
         compat.check_version()
-        server_args = resolve(with_cpu_defaults(argv) if cpu.activate() else argv)
+        if cpu.activate():
+            print(
+                "sglang-ext: no accelerator was found, so this serves on the CPU: for development only.",
+                file=sys.stderr,
+            )
+            argv = with_cpu_defaults(argv)
+        server_args = resolve(argv)
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree
 
