@@ -71,6 +71,7 @@ def test_every_method_is_served_and_compared(
     models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("sys.argv", ["sglang-ext", "evaluate", "a target"])
     served = Served(monkeypatch)
     code = evaluate(models, "--compare", models / "dspark", "off", "--carried-rows", 2, "--dtype", "float16")
     assert code == 0
@@ -80,7 +81,7 @@ def test_every_method_is_served_and_compared(
     assert [settings["temperature"] for settings in served.asked] == [0, 1, 0, 1, 0, 1, 0]
 
     document = json.loads((models / "out" / "evaluation.json").read_text())
-    assert document["command"].startswith("sglang-ext ") and document["environment"]["sglang"]
+    assert document["command"] == "sglang-ext evaluate 'a target'" and document["environment"]["sglang"]
     assert [m["name"] for m in document["methods"]] == ["carry, 2 carried", "dspark", "carry, carry off"]
     assert [m["embedding"] for m in document["methods"]] == ["zero, untrained", None, "zero, untrained"]
     (gain,) = [
