@@ -70,6 +70,7 @@ def train(args: argparse.Namespace) -> Any:
         label=f"{shape.kind} drafter {'with' if carry else 'without'} carried rows",
         build=from_checkpoint,
         trainer=partial(CarryoverTrainer, gamma=settings.gamma, carry=carry),
+        carried_rows=shape.block.drafts,
         record={"drafter": str(args.drafter), "carry": args.carry},
     )
     return train_stage(settings, args, stage)

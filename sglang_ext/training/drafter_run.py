@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments, set_seed
 
+from sglang_ext.errors import UsageError
 from sglang_ext.training import provenance
 from sglang_ext.training.batches import AnchorBatches
 from sglang_ext.training.drafter_models import DrafterShape, build_drafter, text_config
@@ -31,6 +32,8 @@ from sglang_ext.training.trainer_support import (
     use_progress,
     write_curve,
 )
+
+_DENSE_MASK_BYTES = 500_000_000  # a byte an entry; attention makes several times that of it
 
 _SHOWN = {
     "loss": "loss",
@@ -65,6 +68,7 @@ class Stage:
     build: Callable[[DrafterShape, str], Any]  # (shape, attention) -> drafter in fp32
     trainer: Callable[..., DrafterTrainer] = DrafterTrainer
     record: Mapping[str, Any] = field(default_factory=dict)  # kept with the settings, for resume and provenance
+    carried_rows: int = 0  # context rows that each block brings along
 
 
 def train_drafter(settings: DrafterSettings, args: argparse.Namespace) -> DrafterTrainer:
@@ -80,6 +84,9 @@ def train_stage(settings: DrafterSettings, args: argparse.Namespace, stage: Stag
     """Train and export to ``args.out``; returns the trainer that did it (log in ``trainer.state.log_history``)."""
     device = resolve_device(args.device)
     check_free_space(args.out)
+    attention = args.attention if args.attention != "auto" else "flex" if device == "cuda" else "sdpa"
+    if attention != "flex":
+        check_dense_mask(settings, stage.carried_rows)
     documents, held_out = TokenDataset(args.data / "train"), TokenDataset(args.data / "heldout")
     vocab_size = text_config(settings.target).vocab_size
     check_vocabulary(documents, vocab_size, args.target)
@@ -100,7 +107,6 @@ def train_stage(settings: DrafterSettings, args: argparse.Namespace, stage: Stag
     if args.resume or arguments.process_index == 0:
         checkpoint = claim_output(args.out, _record(settings, documents) | dict(stage.record), args.resume)
     set_seed(settings.seed)
-    attention = args.attention if args.attention != "auto" else "flex" if device == "cuda" else "sdpa"
     model = stage.build(shape, attention)
     target = load_target(Path(settings.target), str(arguments.device), args.target_dtype)
     step_tokens = settings.batch_tokens * settings.accumulate * arguments.world_size
@@ -113,6 +119,19 @@ def train_stage(settings: DrafterSettings, args: argparse.Namespace, stage: Stag
     if trainer.is_world_process_zero():
         _finish(trainer, settings, shape, args, documents, step_tokens, stage)
     return trainer
+
+
+def check_dense_mask(settings: DrafterSettings, carried_rows: int) -> None:
+    """Without flex attention every block row gets a mask over all keys; UsageError where that is gigabytes."""
+    blocks = settings.anchors * settings.batch_tokens // settings.max_length
+    queries = blocks * settings.block_size
+    size = queries * (settings.batch_tokens + queries + blocks * carried_rows)
+    if size > _DENSE_MASK_BYTES:
+        raise UsageError(
+            f"a micro-batch of {settings.batch_tokens} tokens with {settings.anchors} anchors per "
+            f"{settings.max_length} needs a dense attention mask of {size / 1e9:.1f} GB without flex attention; give a smaller "
+            "--batch-tokens or --anchors (and --accumulate for the same step)."
+        )
 
 
 def training_arguments(settings: DrafterSettings, args: argparse.Namespace, device: str) -> TrainingArguments:

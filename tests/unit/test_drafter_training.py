@@ -163,3 +163,10 @@ def test_unknown_kind_and_foreign_tokens_are_refused(target: Path, tokens: Path,
             train_drafter(drafters.resolve(args), args)
     finally:
         index.write_text(kept)
+
+
+def test_a_dense_mask_of_gigabytes_is_refused(target: Path, tokens: Path, tmp_path: Path) -> None:
+    args = arguments(target, tokens, tmp_path / "out", "--batch-tokens", "65536")
+    with pytest.raises(UsageError, match=r"65536 tokens .* dense attention mask of \d+\.\d GB .* --batch-tokens"):
+        train_drafter(drafters.resolve(args), args)
+    assert not (tmp_path / "out").exists()
