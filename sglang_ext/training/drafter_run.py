@@ -129,8 +129,8 @@ def check_dense_mask(settings: DrafterSettings, carried_rows: int) -> None:
     if size > _DENSE_MASK_BYTES:
         raise UsageError(
             f"a micro-batch of {settings.batch_tokens} tokens with {settings.anchors} anchors per "
-            f"{settings.max_length} needs a dense attention mask of {size / 1e9:.1f} GB without flex attention; give a smaller "
-            "--batch-tokens or --anchors (and --accumulate for the same step)."
+            f"{settings.max_length} needs a dense attention mask of {size / 1e9:.1f} GB without flex attention; give a "
+            "smaller --batch-tokens or --anchors (and --accumulate for the same step)."
         )
 
 
