@@ -25,6 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--drafter", type=Path, required=True, help="trained DFlash or DSpark drafter to start from")
     add("--carry", choices=("on", "off"), default="on", help="off: the control without rejected rows (default: on)")
+    add(
+        "--distinction",
+        choices=("embedding", "none", "projection"),
+        default="embedding",
+        help="how carried rows are told from committed ones; a projection is for comparison and not exported "
+        "(default: %(default)s)",
+    )
     drafters.add_run_arguments(parser)
 
 
@@ -62,8 +69,9 @@ def train(args: argparse.Namespace) -> Any:
     def from_checkpoint(_shape: DrafterShape, attention: str) -> Any:
         options = {"compile_blocks": args.compile, "model_class": model_class}
         model, _ = load_drafter(args.drafter, args.target, attention, **options)
-        # What takes no gradient is not exported: the control stays a stock drafter.
-        model.carryover_embedding.requires_grad_(carry)
+        model.distinguish(args.distinction)
+        if not carry:
+            del model.carryover_embedding  # nothing of the control is exported that a stock drafter lacks
         return model
 
     stage = Stage(
@@ -71,6 +79,7 @@ def train(args: argparse.Namespace) -> Any:
         build=from_checkpoint,
         trainer=partial(CarryoverTrainer, gamma=settings.gamma, carry=carry),
         carried_rows=shape.block.drafts,
-        record={"drafter": str(args.drafter), "carry": args.carry},
+        record={"drafter": str(args.drafter), "carry": args.carry, "distinction": args.distinction},
+        exported=args.distinction != "projection",
     )
     return train_stage(settings, args, stage)

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from speculators.models.dflash.attention import create_anchor_block_mask_mod
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import or_masks
 
 from sglang_ext.training.drafter_models import AnchoredDFlash, AnchoredDSpark
+from sglang_ext.training.masks import BlockRule, with_own_rows
+
+DISTINCTIONS = ("embedding", "none", "projection")
+"""The paper's ablation: a learned vector (what is served), no distinction, or a projection of their own."""
 
 
 class _CarryingBlocks:
@@ -22,7 +24,19 @@ class _CarryingBlocks:
     def __init__(self, config: Any, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)  # type: ignore[call-arg]
         self.carryover_embedding = nn.Parameter(torch.zeros(self.fc.in_features))  # type: ignore[attr-defined]
+        self.carryover_projection: nn.Module = nn.Identity()
         self._carried: Tensor | None = None
+
+    def distinguish(self, distinction: str) -> None:
+        """How carried rows are told from committed ones; ``DISTINCTIONS`` has the choices.
+
+        A projection [K*H, K*H] starts as the identity, the embedding as zero: either starts as no distinction.
+        """
+        self.carryover_embedding.requires_grad_(distinction == "embedding")
+        if distinction == "projection":
+            width = self.carryover_embedding.shape[0]
+            self.carryover_projection = nn.Linear(width, width, bias=False)
+            nn.init.eye_(self.carryover_projection.weight)
 
     def forward(
         self,
@@ -40,7 +54,7 @@ class _CarryingBlocks:
         if carried_features is None or carried_positions is None or carried is None:
             return super().forward(labels, weights, **packed)  # type: ignore[misc]
         rows = carried_features.shape[0] * carried_features.shape[1]
-        marked = carried_features + self.carryover_embedding
+        marked = self.carryover_projection(carried_features) + self.carryover_embedding
         extended = {
             **packed,
             "hidden_states": _append(packed["hidden_states"], marked.view(1, rows, -1)),
@@ -57,28 +71,12 @@ class _CarryingBlocks:
         finally:
             self._carried = None
 
-    def attention_masks(self, document_ids: Tensor, anchors: Tensor) -> tuple[Any, Any, Tensor, Tensor]:
-        """The base's masks; with carried rows at the end of the sequence, block j also sees its own visible ones."""
+    def visibility(self, document_ids: Tensor, anchors: Tensor) -> BlockRule:
+        """The base's rule; with carried rows at the end of the sequence, block j also sees its own visible ones."""
+        rule: BlockRule = super().visibility(document_ids, anchors)  # type: ignore[misc]
         if self._carried is None:
-            return super().attention_masks(document_ids, anchors)  # type: ignore[misc]
-        model: Any = self
-        total, size = document_ids.shape[1], model.block_size
-        visible = self._carried.reshape(-1)
-        each, first = self._carried.shape[1], total - visible.shape[0]
-        base, queries, keys = create_anchor_block_mask_mod(
-            document_ids=document_ids.squeeze(0),
-            total_seq_len=total,
-            anchor_positions=anchors,
-            block_size=size,
-        )
-
-        def own_carried_row(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
-            row = torch.clamp(key - first, 0, visible.shape[0] - 1)
-            inside = (key >= first) & (key < total)
-            return inside & (row // each == query // size) & visible[row]
-
-        mask = _create(model, or_masks(base, own_carried_row), queries, keys, document_ids.device)
-        return mask, None, anchors, torch.ones_like(anchors, dtype=torch.bool)
+            return rule
+        return with_own_rows(rule, document_ids.shape[0] - self._carried.numel(), self._carried)
 
     def propose(self, **packed: Tensor) -> Tensor:
         """Greedy drafts [A, P] of every anchor, without gradients and with nothing carried."""
@@ -109,11 +107,6 @@ class CarryingDSpark(_CarryingBlocks, AnchoredDSpark):
             previous = (logits[:, row] + bias[:, 0]).argmax(-1)
             drafts.append(previous)
         return torch.stack(drafts, dim=1)
-
-
-@torch.compiler.disable
-def _create(model: Any, mask_mod: Any, queries: int, keys: int, device: Any) -> Any:
-    return model._create_mask_fn(mask_mod, B=None, H=None, Q_LEN=queries, KV_LEN=keys, device=device)
 
 
 def _append(sequence: Tensor, rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from sglang_ext.carryover.rows import rejected_mask
 from sglang_ext.training.branches import accepted_drafts, verify_branches
@@ -52,19 +53,21 @@ class CarryoverTrainer(DrafterTrainer):
         """Features, first drafts, verification, then the second drafts' loss and metric sums."""
         drafter = self.accelerator.unwrap_model(model)
         with torch.autocast(self.args.device.type, dtype=torch.bfloat16, enabled=self.args.bf16):
-            features, last_hidden = self.features(inputs["input_ids"])
+            recorded_rows = DynamicCache()
+            features, last_hidden = self.features(inputs["input_ids"], past_key_values=recorded_rows)
             packed = pack(inputs, features, last_hidden)
             recorded = {name: value for name, value in packed.items() if name not in ("labels", "weights")}
             proposals = drafter.propose(**recorded)
-            second = second_drafts(self.features, inputs, proposals, self.gamma)
+            second = second_drafts(self.features, inputs, proposals, self.gamma, recorded_rows)
         if not self.carry:
-            second["carried"] = torch.zeros_like(second["carried"])
-        outputs = model(**{**packed, **second})
-        outputs["carried_sum"] = second["carried"].sum()
+            second = {name: second[name] for name in ("anchors", "labels", "weights")}
+        outputs: dict[str, Tensor] = model(**{**packed, **second})
         return outputs
 
 
-def second_drafts(features: Any, inputs: dict[str, Tensor], proposals: Tensor, gamma: float) -> dict[str, Tensor]:
+def second_drafts(
+    features: Any, inputs: dict[str, Tensor], proposals: Tensor, gamma: float, recorded_rows: DynamicCache
+) -> dict[str, Tensor]:
     """What the second draft of every anchor [A] reads and is supervised on.
 
     Args:
@@ -72,6 +75,7 @@ def second_drafts(features: Any, inputs: dict[str, Tensor], proposals: Tensor, g
         inputs: a batch of :class:`AnchorBatches`.
         proposals: first drafts [A, P].
         gamma: decay of the position weights.
+        recorded_rows: the target's keys and values of the batch.
 
     Returns:
         ``anchors`` [A] (packed index of the token the round ends with), ``labels`` and ``weights`` [A, P],
@@ -83,7 +87,7 @@ def second_drafts(features: Any, inputs: dict[str, Tensor], proposals: Tensor, g
     drafts = proposals.shape[1]
     row = torch.arange(rows, device=ids.device).repeat_interleave(valid.shape[0] // rows)
     start = torch.where(valid, inputs["anchors"] - row * width, 0)
-    verified = verify_branches(features, ids, start.view(rows, -1), proposals.view(rows, -1, drafts))
+    verified = verify_branches(features, ids, start.view(rows, -1), proposals.view(rows, -1, drafts), recorded_rows)
 
     def recorded(first: Tensor) -> tuple[Tensor, Tensor]:
         """Recorded tokens [A, P] from positions ``first`` [A] on, and which of them exist."""

@@ -22,6 +22,7 @@ from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 
 from sglang_ext.drafting import DraftBlock, Kind
 from sglang_ext.errors import UsageError
+from sglang_ext.training.masks import BlockRule, anchored_blocks, flex_mask
 from sglang_ext.training.objectives import dflash_objective, dspark_objective
 
 _TAIL = 128  # rows behind the packed documents, so that blocks at the very end index inside; one flex tile
@@ -77,6 +78,7 @@ def pack(batch: dict[str, Tensor], features: Tensor, last_hidden: Tensor) -> dic
 class _AnchoredBlocks:
     """Mixin over the library's models: blocks at given anchors, loss sums instead of a loss."""
 
+    attention: str = "eager"
     _masks: Any = None
 
     def compile_objective(self) -> None:
@@ -99,18 +101,22 @@ class _AnchoredBlocks:
         return self._masks
 
     def attention_masks(self, document_ids: Tensor, anchors: Tensor) -> tuple[Any, Any, Tensor, Tensor]:
-        """Masks for the packed sequence [1, T] and anchors [A]: (full, sliding, anchors, all valid).
+        """Masks for the packed sequence [1, T] and anchors [A]: (full, sliding, anchors, all valid)."""
+        rule = self.visibility(document_ids[0], anchors)
+        if self.attention == "flex":
+            mask: Any = flex_mask(rule)
+        else:
+            model: Any = self  # the library's form of dense masks: boolean for sdpa, additive for eager attention
+            size = {"Q_LEN": rule.queries, "KV_LEN": rule.keys}
+            mask = model._create_mask_fn(rule.visible, B=None, H=None, **size, device=document_ids.device)
+        return mask, None, anchors, torch.ones_like(anchors, dtype=torch.bool)
+
+    def visibility(self, document_ids: Tensor, anchors: Tensor) -> BlockRule:
+        """What the block at each anchor [A] may see of the packed sequence [T] and of the blocks behind it.
 
         The seam for training stages that add context rows: override it and append the rows to the batch.
         """
-        model: Any = self
-        mask = model._create_attention_mask(
-            document_ids=document_ids,
-            total_seq_len=document_ids.shape[1],
-            anchor_positions=anchors,
-            device=document_ids.device,
-        )
-        return mask, None, anchors, torch.ones_like(anchors, dtype=torch.bool)
+        return anchored_blocks(document_ids, anchors, self.block_size)  # type: ignore[attr-defined]
 
     def blocks(
         self,
@@ -226,9 +232,10 @@ def build_drafter(
         if shape.markov_rank < 1:
             raise UsageError("a DSpark drafter needs a Markov rank of at least 1; give --markov-rank.")
         model = (model_class or AnchoredDSpark).from_training_args(layers, markov_rank=shape.markov_rank, **arguments)
+    model.attention = attention
     if attention == "flex":
         for layer in model.layers:
-            layer.self_attn.config._attn_implementation = _FLEX
+            layer.self_attn.config._attn_implementation = FLEX
     if compile_blocks:
         model.compile_objective()
     return model
@@ -247,5 +254,6 @@ def _flex(
     return _attend(query.to(value.dtype), key.to(value.dtype), value, mask, scaling), None
 
 
-_FLEX = "anchored_flex"
-ALL_ATTENTION_FUNCTIONS.register(_FLEX, _flex)
+FLEX = "anchored_flex"
+"""Name under which transformers finds the compiled flex attention."""
+ALL_ATTENTION_FUNCTIONS.register(FLEX, _flex)

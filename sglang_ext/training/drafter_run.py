@@ -69,6 +69,7 @@ class Stage:
     trainer: Callable[..., DrafterTrainer] = DrafterTrainer
     record: Mapping[str, Any] = field(default_factory=dict)  # kept with the settings, for resume and provenance
     carried_rows: int = 0  # context rows that each block brings along
+    exported: bool = True  # False: the run is for its held-out figures, nothing can serve its weights
 
 
 def train_drafter(settings: DrafterSettings, args: argparse.Namespace) -> DrafterTrainer:
@@ -114,10 +115,13 @@ def train_stage(settings: DrafterSettings, args: argparse.Namespace, stage: Stag
         trainer = stage.trainer(model, arguments, batches=batches, heldout=evaluated, features=features)
         use_progress(trainer, Progress(stage.label, step_tokens, _SHOWN))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if trainer.is_world_process_zero() and stage.exported:
+            model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+            export_drafter(model, shape, settings.target, args.out, getattr(torch, args.dtype))
         if evaluated is not None:
             trainer.evaluate()
     if trainer.is_world_process_zero():
-        _finish(trainer, settings, shape, args, documents, step_tokens, stage)
+        _finish(trainer, settings, args, documents, step_tokens, stage)
     return trainer
 
 
@@ -175,15 +179,13 @@ def _record(settings: DrafterSettings, documents: TokenDataset) -> dict[str, Any
 def _finish(
     trainer: DrafterTrainer,
     settings: DrafterSettings,
-    shape: DrafterShape,
     args: argparse.Namespace,
     documents: TokenDataset,
     step_tokens: int,
     stage: Stage,
 ) -> None:
-    """Export the drafter; write its curves and provenance beside it."""
+    """Write curves and provenance beside the exported drafter."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    export_drafter(model, shape, settings.target, args.out, getattr(torch, args.dtype))
     history = trainer.state.log_history
     both = {"": "training", "eval_": "held-out"}
     for figure, label in (("loss", "loss per drafted token"), ("acceptance_length", "tokens per verify step")):
@@ -198,7 +200,7 @@ def _finish(
             "title": f"{args.out.name}: a {stage.label} for {Path(settings.target).name}",
             "command": provenance.command(),
             "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "weights_sha256": provenance.file_digest(args.out / "model.safetensors"),
+            **({"weights_sha256": provenance.file_digest(args.out / "model.safetensors")} if stage.exported else {}),
             "training": asdict(settings)
             | dict(stage.record)
             | {

@@ -63,8 +63,12 @@ def drafter_config(shape: DrafterShape, target: str | Path, dtype: torch.dtype) 
 
 
 def drafter_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The trained tensors of a drafter by their served names, on the CPU in the model's dtype."""
-    return {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if p.requires_grad}
+    """The tensors of a drafter by their served names, on the CPU in the model's dtype: all but the target's own.
+
+    An embedding that was kept at zero belongs to a Carryover drafter too.
+    """
+    named = model.named_parameters()
+    return {name: p.detach().cpu().contiguous() for name, p in named if p.requires_grad or name == EMBEDDING}
 
 
 def export_drafter(

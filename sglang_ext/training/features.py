@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from sglang_ext.errors import UsageError
 
@@ -77,14 +78,29 @@ class TargetFeatures:
         return len(self.layer_ids) * int(self._decoder.config.hidden_size)
 
     @torch.no_grad()
-    def __call__(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Features of ``input_ids`` [B, T]; keyword arguments (masks, position ids) go to the decoder.
+    def __call__(
+        self,
+        input_ids: Tensor,
+        past_key_values: Cache | None = None,
+        attention: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Features of ``input_ids`` [B, T]; further keyword arguments (masks, position ids) go to the decoder.
 
         Returns ``(features [B, T, K*H], last_hidden [B, T, H])``: the captured layers side by side in the order of
         ``layer_ids``, and the residual stream before the final norm. The logits at a position are
-        ``lm_head(norm(last_hidden))``, see :meth:`logits`.
+        ``lm_head(norm(last_hidden))``, see :meth:`logits`. Keys and values are appended to ``past_key_values``.
+        ``attention`` names the attention function of this call, if not the model's own.
         """
-        self._decoder(input_ids=input_ids, use_cache=False, **kwargs)
+        config = self._decoder.config
+        own = config._attn_implementation
+        config._attn_implementation = attention or own
+        try:
+            self._decoder(
+                input_ids=input_ids, past_key_values=past_key_values, use_cache=past_key_values is not None, **kwargs
+            )
+        finally:
+            config._attn_implementation = own
         features = torch.cat([self._outputs[i] for i in self.layer_ids], dim=-1)
         last_hidden = self._last_hidden
         assert last_hidden is not None

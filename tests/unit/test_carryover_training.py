@@ -10,19 +10,21 @@ import pytest
 import torch
 from drafter_fixtures import MASK, make_target, make_tokens, shape
 from safetensors.torch import load_file
+from transformers import DynamicCache
 
 from sglang_ext.carryover.reference import ReferenceDrafter
 from sglang_ext.checkpoints import check, read_contract, read_target
 from sglang_ext.errors import UsageError
 from sglang_ext.training import carryover
 from sglang_ext.training.batches import AnchorBatches
-from sglang_ext.training.branches import accepted_drafts, branch_mask, verify_branches
+from sglang_ext.training.branches import accepted_drafts, verify_branches
 from sglang_ext.training.carryover_models import CarryingDFlash, CarryingDSpark
 from sglang_ext.training.carryover_trainer import second_drafts
 from sglang_ext.training.drafter_models import build_drafter, pack
 from sglang_ext.training.encode import TokenDataset
 from sglang_ext.training.export import export_drafter
 from sglang_ext.training.features import TargetFeatures
+from sglang_ext.training.masks import anchored_blocks, dense_mask
 from sglang_ext.training.targets_model import load_target
 
 GAMMA = 4.0
@@ -71,12 +73,12 @@ def with_some_recorded(inputs: dict[str, torch.Tensor], proposals: torch.Tensor)
     return proposals
 
 
-def test_branch_mask_isolates_branches() -> None:
-    mask = branch_mask(torch.tensor([[1, 3]]), length=5, width=2)[0, 0]
-    assert mask.shape == (9, 9)
-    assert mask[3].tolist() == [True] * 4 + [False] * 5  # a recorded row: causal, no branches
-    assert mask[6].tolist() == [True, False, False, False, False, True, True, False, False]  # branch 0, row 1
-    assert mask[7].tolist() == [True, True, True, False, False, False, False, True, False]  # branch 1, row 0
+def test_branches_are_isolated_and_causal() -> None:
+    rule = anchored_blocks(torch.tensor([0, 0, 0, 1, 1]), torch.tensor([1, 4]), 2, causal=True)
+    mask = dense_mask(rule, "cpu")[0, 0]
+    assert mask[0].tolist() == [True, False, False, False, False, True, False, False, False]  # branch 0, its anchor
+    assert mask[1].tolist() == [True, False, False, False, False, True, True, False, False]  # branch 0, row 1
+    assert mask[3].tolist() == [False, False, False, True, False, False, False, True, True]  # branch 1: its document
 
 
 def test_accepted_drafts_counts_the_leading_agreement() -> None:
@@ -90,7 +92,9 @@ def test_branches_equal_one_by_one_verification(features: TargetFeatures, tokens
     rows, width = ids.shape
     start = (inputs["anchors"].view(rows, -1) - torch.arange(rows)[:, None] * width).clamp(min=0)
     proposals = torch.randint(0, 60, (rows, start.shape[1], 3), generator=torch.Generator().manual_seed(5))
-    verified = verify_branches(features, ids, start, proposals)
+    recorded = DynamicCache()
+    features(ids, past_key_values=recorded)
+    verified = verify_branches(features, ids, start, proposals, recorded)
     compared = 0
     for row in range(rows):
         for branch in range(0, start.shape[1], 3):
@@ -108,11 +112,12 @@ def test_second_draft_equals_the_serving_reference(
     """Design rule 1: the block that training supervises is the block that serving drafts after this very round."""
     kind = "dspark" if isinstance(drafter, CarryingDSpark) else "dflash"
     inputs = batch(tokens, kind)
-    captured, last_hidden = features(inputs["input_ids"])
+    rows = DynamicCache()
+    captured, last_hidden = features(inputs["input_ids"], past_key_values=rows)
     packed = pack(inputs, captured, last_hidden)
     recorded = {name: value for name, value in packed.items() if name not in ("labels", "weights")}
     proposals = with_some_recorded(inputs, drafter.propose(**recorded))
-    second = second_drafts(features, inputs, proposals, GAMMA)
+    second = second_drafts(features, inputs, proposals, GAMMA, rows)
 
     seen: list[torch.Tensor] = []
     blocks = drafter.blocks
@@ -153,11 +158,12 @@ def test_gradients_reach_what_serves_the_carried_rows_and_nothing_else(
 ) -> None:
     kind = "dspark" if isinstance(drafter, CarryingDSpark) else "dflash"
     inputs = batch(tokens, kind)
-    packed = pack(inputs, *features(inputs["input_ids"]))
+    rows = DynamicCache()
+    packed = pack(inputs, *features(inputs["input_ids"], past_key_values=rows))
     recorded = {name: value for name, value in packed.items() if name not in ("labels", "weights")}
     proposals = drafter.propose(**recorded)
     assert not proposals.requires_grad and all(parameter.grad is None for parameter in drafter.parameters())
-    second = second_drafts(features, inputs, proposals, GAMMA)
+    second = second_drafts(features, inputs, proposals, GAMMA, rows)
     assert not second["carried_features"].requires_grad
     drafter(**{**packed, **second})["loss"].backward()
     for name in ("carryover_embedding", "fc.weight", "layers.0.self_attn.k_proj.weight"):
@@ -172,9 +178,10 @@ def test_without_carried_rows_the_second_draft_is_the_base_drafters(
 ) -> None:
     kind = "dspark" if isinstance(drafter, CarryingDSpark) else "dflash"
     inputs = batch(tokens, kind)
-    packed = pack(inputs, *features(inputs["input_ids"]))
+    rows = DynamicCache()
+    packed = pack(inputs, *features(inputs["input_ids"], past_key_values=rows))
     proposals = drafter.propose(**{n: v for n, v in packed.items() if n not in ("labels", "weights")})
-    second = second_drafts(features, inputs, proposals, GAMMA)
+    second = second_drafts(features, inputs, proposals, GAMMA, rows)
     plain = {name: second[name] for name in ("anchors", "labels", "weights")}
     off = drafter(**{**packed, **second, "carried": torch.zeros_like(second["carried"])})["loss"]
     on = drafter(**{**packed, **second})["loss"]
@@ -216,6 +223,21 @@ def test_the_stage_learns_and_exports_a_carryover_drafter_or_its_control(
         assert ("carryover_embedding" in weights) == (carry == "on")
     assert load_file(tmp_path / "on" / "model.safetensors")["carryover_embedding"].abs().max() > 0
     assert losses["on"][0] != losses["off"][0]  # the first batch already reads the carried rows
+
+
+def test_distinctions_of_the_ablation(target_path: Path, base: Path, tmp_path: Path) -> None:
+    data = make_tokens(tmp_path / "tokens")
+    starts = {}
+    for distinction in ("embedding", "none", "projection"):
+        out = tmp_path / distinction
+        trainer = carryover.train(stage(target_path, base, data, out, "--distinction", distinction, "--steps", "3"))
+        starts[distinction] = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+        assert (out / "provenance.json").is_file()
+    assert starts["none"] == starts["embedding"] and abs(starts["projection"] - starts["none"]) < 1e-5
+    # Without a distinction it is a Carryover drafter all the same; one with a projection could not be served.
+    assert read_contract(tmp_path / "none").method == "carryover"
+    assert load_file(tmp_path / "none" / "model.safetensors")["carryover_embedding"].abs().max() == 0
+    assert not (tmp_path / "projection" / "model.safetensors").exists()
 
 
 def test_recurrent_targets_are_refused(target_path: Path, base: Path, tmp_path: Path) -> None:

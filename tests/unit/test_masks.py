@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speculators.models.dflash.attention import create_anchor_block_mask_mod
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import repeat_kv
 
 from sglang_ext.drafting import DraftBlock, block_mask
 from sglang_ext.training.drafter_models import build_drafter, pack
 from sglang_ext.training.features import TargetFeatures
+from sglang_ext.training.masks import TILE, anchored_blocks, dense_mask, flex_mask, with_own_rows
 
 
 @settings(max_examples=60, deadline=None)
@@ -32,6 +33,30 @@ def test_the_library_mask_is_the_rule_of_the_draft_block(data: st.DataObject) ->
     mod, queries, keys = create_anchor_block_mask_mod(documents, len(documents), anchors, size)
     library = create_mask(mod, B=None, H=None, Q_LEN=queries, KV_LEN=keys, device="cpu")[0, 0]
     assert torch.equal(library, block_mask(documents, anchors, size))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_every_visible_key_lies_in_a_tile_of_the_sparse_mask(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=4))
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((TILE,), -1)])
+    anchors = torch.tensor(data.draw(st.lists(st.integers(0, sum(lengths) - 1), min_size=1, max_size=40)))
+    size, each = data.draw(st.integers(1, 160)), data.draw(st.integers(1, 20))
+    carried = torch.rand(len(anchors), each, generator=torch.Generator().manual_seed(1)) < 0.5
+    rows = torch.cat([documents, torch.full((carried.numel(),), -1)])
+    rule = with_own_rows(anchored_blocks(rows, anchors, size), len(documents), carried)
+    dense = dense_mask(rule, "cpu")[0, 0]
+    # The library's own construction evaluates the rule for every pair; ours may only add tiles, and few.
+    needed = create_block_mask(rule.visible, 1, 1, rule.queries, rule.keys, device="cpu").to_dense()[0, 0] > 0
+    sparse = flex_mask(rule)
+    given_tiles = sparse.to_dense()[0, 0] > 0
+    assert bool((given_tiles | ~needed).all())
+    assert given_tiles.sum() <= needed.sum() + given_tiles.shape[0] * (len(lengths) + 2)
+    assert sparse.seq_lengths == (rule.queries, rule.keys)
+    block = torch.arange(rule.queries) // size
+    own = torch.zeros_like(dense)
+    own[:, len(documents) : len(rows)] = (torch.arange(carried.numel()) // each == block[:, None]) & carried.flatten()
+    assert torch.equal(dense[:, len(documents) : len(rows)], own[:, len(documents) : len(rows)])
 
 
 @pytest.fixture(scope="module")
