@@ -2,7 +2,7 @@
 
 Starts from a trained drafter, with a fresh optimiser and schedule; the embedding starts at zero. ``--carry off`` is the
 control of every comparison: the same steps on the same second drafts, without the rejected rows; it exports a stock
-drafter.
+drafter. On a target with recurrent layers every anchor needs states (``hybrid_branches``): give fewer ``--anchors``.
 """
 
 from __future__ import annotations
@@ -44,11 +44,6 @@ def run(args: argparse.Namespace) -> int:
     if contract.markov_head not in (None, "vanilla"):
         raise UsageError(
             f"{args.drafter} has a {contract.markov_head} Markov head; only the vanilla one is trained here."
-        )
-    if target.recurrent_layers:
-        raise UsageError(
-            f"{args.target} has {target.recurrent_layers} recurrent layers, whose state would run from branch to "
-            "branch; train Carryover on a target with full attention only."
         )
     train(args)
     return 0

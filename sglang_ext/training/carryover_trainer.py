@@ -18,9 +18,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sglang_ext.carryover.rows import rejected_mask
+from sglang_ext.training.anchor_states import recurrent_layers
 from sglang_ext.training.branches import accepted_drafts, verify_branches
 from sglang_ext.training.drafter_models import pack
 from sglang_ext.training.drafter_trainer import DrafterTrainer
+from sglang_ext.training.hybrid_branches import verify_hybrid_branches
 from sglang_ext.training.objectives import position_weights
 
 
@@ -53,7 +55,8 @@ class CarryoverTrainer(DrafterTrainer):
         """Features, first drafts, verification, then the second drafts' loss and metric sums."""
         drafter = self.accelerator.unwrap_model(model)
         with torch.autocast(self.args.device.type, dtype=torch.bfloat16, enabled=self.args.bf16):
-            recorded_rows = DynamicCache()
+            # A recurrent layer keeps no rows: its branches start from states, which a pass of their own captures.
+            recorded_rows = None if recurrent_layers(self.features.model) else DynamicCache()
             features, last_hidden = self.features(inputs["input_ids"], past_key_values=recorded_rows)
             packed = pack(inputs, features, last_hidden)
             recorded = {name: value for name, value in packed.items() if name not in ("labels", "weights")}
@@ -66,7 +69,7 @@ class CarryoverTrainer(DrafterTrainer):
 
 
 def second_drafts(
-    features: Any, inputs: dict[str, Tensor], proposals: Tensor, gamma: float, recorded_rows: DynamicCache
+    features: Any, inputs: dict[str, Tensor], proposals: Tensor, gamma: float, recorded_rows: DynamicCache | None
 ) -> dict[str, Tensor]:
     """What the second draft of every anchor [A] reads and is supervised on.
 
@@ -75,7 +78,7 @@ def second_drafts(
         inputs: a batch of :class:`AnchorBatches`.
         proposals: first drafts [A, P].
         gamma: decay of the position weights.
-        recorded_rows: the target's keys and values of the batch.
+        recorded_rows: the target's keys and values of the batch; None for a target with recurrent layers.
 
     Returns:
         ``anchors`` [A] (packed index of the token the round ends with), ``labels`` and ``weights`` [A, P],
@@ -87,7 +90,8 @@ def second_drafts(
     drafts = proposals.shape[1]
     row = torch.arange(rows, device=ids.device).repeat_interleave(valid.shape[0] // rows)
     start = torch.where(valid, inputs["anchors"] - row * width, 0)
-    verified = verify_branches(features, ids, start.view(rows, -1), proposals.view(rows, -1, drafts), recorded_rows)
+    each = (features, ids, start.view(rows, -1), proposals.view(rows, -1, drafts))
+    verified = verify_hybrid_branches(*each) if recorded_rows is None else verify_branches(*each, recorded_rows)
 
     def recorded(first: Tensor) -> tuple[Tensor, Tensor]:
         """Recorded tokens [A, P] from positions ``first`` [A] on, and which of them exist."""

@@ -14,7 +14,6 @@ from transformers import DynamicCache
 
 from sglang_ext.carryover.reference import ReferenceDrafter
 from sglang_ext.checkpoints import check, read_contract, read_target
-from sglang_ext.errors import UsageError
 from sglang_ext.training import carryover
 from sglang_ext.training.batches import AnchorBatches
 from sglang_ext.training.branches import accepted_drafts, verify_branches
@@ -238,11 +237,3 @@ def test_distinctions_of_the_ablation(target_path: Path, base: Path, tmp_path: P
     assert read_contract(tmp_path / "none").method == "carryover"
     assert load_file(tmp_path / "none" / "model.safetensors")["carryover_embedding"].abs().max() == 0
     assert not (tmp_path / "projection" / "model.safetensors").exists()
-
-
-def test_recurrent_targets_are_refused(target_path: Path, base: Path, tmp_path: Path) -> None:
-    hybrid = make_target(tmp_path / "hybrid")
-    config = (hybrid / "config.json").read_text().replace('"full_attention"', '"linear_attention"')
-    (hybrid / "config.json").write_text(config)
-    with pytest.raises(UsageError, match="4 recurrent layers"):
-        carryover.run(stage(hybrid, base, tmp_path, tmp_path / "out"))
