@@ -15,7 +15,12 @@ from sglang_ext.checkpoints import check, find_target, locate, read_contract
 from sglang_ext.errors import UsageError, refusal_ends_process
 from sglang_ext.settings import carried_rows_limit
 
-BASES = {"CARRYOVER_DFLASH": SpeculativeAlgorithm.DFLASH, "CARRYOVER_DSPARK": SpeculativeAlgorithm.DSPARK}
+BASES = {
+    "CARRYOVER_DFLASH": SpeculativeAlgorithm.DFLASH,
+    "CARRYOVER_DSPARK": SpeculativeAlgorithm.DSPARK,
+    "READY": SpeculativeAlgorithm.DSPARK,
+    "READY_CARRYOVER": SpeculativeAlgorithm.DSPARK,
+}
 """Each added algorithm and the built-in one it extends."""
 
 _OWN = frozenset({"create_worker", "handle_server_args", "register", "from_string"})
@@ -69,9 +74,15 @@ def _worker_class(name: str, server_args: Any) -> type:
         compat.check_touch_points()
     compat.register_draft_models()
     compat.widen_slot_rows()
-    from sglang_ext.carryover import worker
+    from sglang_ext.carryover.worker import CarryoverDFlashWorker, CarryoverDSparkWorker
+    from sglang_ext.ready.worker import ReadyCarryoverWorker, ReadyDSparkWorker
 
-    return {"CARRYOVER_DFLASH": worker.CarryoverDFlashWorker, "CARRYOVER_DSPARK": worker.CarryoverDSparkWorker}[name]
+    return {
+        "CARRYOVER_DFLASH": CarryoverDFlashWorker,
+        "CARRYOVER_DSPARK": CarryoverDSparkWorker,
+        "READY": ReadyDSparkWorker,
+        "READY_CARRYOVER": ReadyCarryoverWorker,
+    }[name]
 
 
 def _validate(server_args: Any) -> None:
@@ -92,15 +103,20 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         (None, "unquant"),
         "quantised drafters are not verified; set --speculative-draft-model-quantization unquant",
     ),
-    ("speculative_draft_window_size", (None,), "a windowed draft cache has no room for carried rows; drop the flag"),
+    ("speculative_draft_window_size", (None,), "a windowed draft cache is not verified with it; drop the flag"),
     ("enable_unified_memory", (False, None), "its slot translation is not verified; drop --enable-unified-memory"),
     ("enable_linear_replayssm_spec", (False, None), "its state commit is not verified; drop the flag"),
     ("disaggregation_mode", ("null", None), "a decode-only server is not verified; serve prefill and decode together"),
-    ("speculative_adaptive", (False, None), "carried rows need one fixed verify width; drop --speculative-adaptive"),
+    ("speculative_adaptive", (False, None), "it needs one fixed verify width; drop --speculative-adaptive"),
+)
+
+# The same for the algorithms that read recurrent states.
+_REFUSED_READING: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("enable_linear_replayssm", (False, None), "its states lag behind the committed tokens; drop the flag"),
 )
 
 _REFUSED_ENVIRONMENT: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("SGLANG_RAGGED_VERIFY_MODE", ("static",), "carried rows need a fixed verify width; unset it or set 'static'"),
+    ("SGLANG_RAGGED_VERIFY_MODE", ("static",), "it needs a fixed verify width; unset it or set 'static'"),
     (
         "SGLANG_DSPARK_DEFER_CONTEXT_KV",
         ("0", "false", "no", "n"),
@@ -110,13 +126,14 @@ _REFUSED_ENVIRONMENT: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def check_server_args(server_args: Any) -> None:
-    """UsageError for the first setting that carried rows are not built or not verified for.
+    """UsageError for the first setting that an algorithm is not built or not verified for.
 
     Args:
         server_args: SGLang's arguments, or any object with their attributes; missing ones are not checked.
     """
     algorithm = server_args.speculative_algorithm
-    for name, allowed, reason in _REFUSED:
+    reads = algorithm.upper().startswith("READY")
+    for name, allowed, reason in _REFUSED + (_REFUSED_READING if reads else ()):
         value = getattr(server_args, name, allowed[0])
         if value not in allowed:
             raise UsageError(f"{algorithm} cannot run with {name}={value}: {reason}.")
@@ -127,11 +144,13 @@ def check_server_args(server_args: Any) -> None:
     check_draft_backend(algorithm, getattr(server_args, "speculative_draft_attention_backend", None))
     carried_rows_limit()  # read in the scheduler; a wrong value is better refused before it exists
     if getattr(server_args, "speculative_draft_model_path", None) is None:
-        raise UsageError(f"{algorithm} needs a drafter: set --speculative-draft-model-path to a Carryover checkpoint.")
+        raise UsageError(f"{algorithm} needs a drafter made for it: set --speculative-draft-model-path.")
 
 
 def check_draft_backend(algorithm: str, backend: str | None) -> None:
     """UsageError for an attention backend that the shifted block was not verified with; None is undecided yet."""
+    if "CARRYOVER" not in algorithm.upper():
+        return  # a reader leaves attention alone
     if backend is not None and backend not in compat.DRAFT_BACKENDS:
         raise UsageError(
             f"{algorithm} cannot draft with the attention backend {backend}: it is not verified with carried rows; "
@@ -145,8 +164,8 @@ def check_drafter(server_args: Any) -> None:
     contract = read_contract(locate(path, revision=server_args.speculative_draft_model_revision))
     if contract.algorithm != algorithm:
         raise UsageError(
-            f"{path} is a drafter for {contract.algorithm}, not for {algorithm}; choose that algorithm, or make a "
-            "Carryover drafter with `sglang-ext convert BASE --carryover OUT`."
+            f"{path} is a drafter for {contract.algorithm}, not for {algorithm}; choose that algorithm, or make "
+            "another drafter with `sglang-ext convert` (--carryover or --ready)."
         )
     check(contract, find_target(server_args.model_path, server_args.revision))
     widths = {

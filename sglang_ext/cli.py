@@ -15,7 +15,7 @@ from sglang_ext.errors import UsageError
 COMMANDS = {
     "serve": ("sglang_ext.commands.serve", "start the SGLang server with a drafter"),
     "inspect": ("sglang_ext.commands.inspect", "print what a checkpoint promises and what is wrong with it"),
-    "convert": ("sglang_ext.commands.convert", "turn a DFlash or DSpark drafter into a Carryover one"),
+    "convert": ("sglang_ext.commands.convert", "add a Carryover embedding or a ReaDy reader to a drafter"),
     "evaluate": (
         "sglang_ext.commands.evaluate",
         "measure acceptance of drafters on the real server, compared in pairs",

@@ -8,7 +8,10 @@ Written for SGLang 0.5.23. Another version is refused: its workers, pools and ar
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -37,6 +40,16 @@ TOUCH_POINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.models.dspark:DSparkDraftModel.write_target_hidden_kv": (
         "target_hidden", "pool", "positions", "cache_loc", "cache_loc_2d", "commit_lens", "target_hidden_is_projected",
     ),
+    f"{_DSPARK}.init_attention_backends": (),
+    "sglang.srt.models.dflash:DFlashDecoderLayer.__init__": ("config", "layer_id"),
+    "sglang.srt.models.dflash:DFlashDecoderLayer.forward": (
+        "positions", "hidden_states", "forward_batch", "residual",
+    ),
+    "sglang.srt.models.dflash:DFlashDraftModel.forward": ("input_ids", "positions", "forward_batch"),
+    "sglang.srt.layers.layernorm:RMSNorm.forward": (),
+    "sglang.srt.mem_cache.memory_pool:HybridReqToTokenPool.translate_mamba_indices": ("mamba_indices",),
+    "sglang.srt.layers.attention.hybrid_linear_attn_backend:"
+    "HybridLinearAttnBackend.update_mamba_state_after_mtp_verify": (),
     "sglang.srt.models.dflash:DFlashDraftModel.__init__": ("config", "quant_config", "prefix"),
     "sglang.srt.models.dflash:DFlashDraftModel.load_weights": ("weights",),
     "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.plan": (
@@ -48,6 +61,17 @@ TOUCH_POINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.allocation_sizing:get_alloc_page_size": (),
     "sglang.srt.arg_groups.model_override_base:attention_backends_of": ("cfg",),
     "sglang.srt.arg_groups.overrides:resolved_view": (),
+}  # fmt: skip
+
+# The same for metrics, which stock algorithms have too.
+METRICS_TOUCH_POINTS: dict[str, tuple[str, ...]] = {
+    "sglang.srt.managers.scheduler:Scheduler.on_idle": (),
+    "sglang.srt.managers.scheduler_components.metrics_reporter:SchedulerMetricsReporter.snapshot_spec_decode_metrics": (
+        "batch", "result",
+    ),
+    "sglang.srt.speculative.base_spec_worker:BaseSpecWorker.on_verify_complete_cpu": (
+        "num_correct_drafts_per_req", "batch_size",
+    ),
 }  # fmt: skip
 
 
@@ -86,6 +110,25 @@ def check_touch_points(points: dict[str, tuple[str, ...]] = TOUCH_POINTS) -> Non
             )
 
 
+def on_scheduler_start(hook: Callable[[Any], None]) -> None:
+    """Call ``hook`` with each scheduler that this process builds, once it is whole.
+
+    A scheduler's process loads its plugins after it has imported the scheduler (scheduler.py:6323); the others are
+    spared that import.
+    """
+    module = sys.modules.get("sglang.srt.managers.scheduler")
+    if module is None:
+        return
+    stock = module.Scheduler.__init__
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        hook(self)
+
+    module.Scheduler.__init__ = init
+
+
 def choose_backends_like(bases: dict[str, str]) -> None:
     """Let an added algorithm get the default attention backend of its base.
 
@@ -119,8 +162,14 @@ def register_draft_models() -> None:
     from sglang.srt.models.registry import ModelRegistry
 
     from sglang_ext.carryover.draft_model import CarryoverDFlashDraftModel, CarryoverDSparkModel
+    from sglang_ext.ready.draft_model import ReadyCarryoverDSparkModel, ReadyDSparkModel
 
-    for model in (CarryoverDFlashDraftModel, CarryoverDSparkModel):
+    for model in (
+        CarryoverDFlashDraftModel,
+        CarryoverDSparkModel,
+        ReadyDSparkModel,
+        ReadyCarryoverDSparkModel,
+    ):
         ModelRegistry.models.setdefault(model.__name__, model)
 
 
@@ -161,6 +210,31 @@ def check_draft_runner(worker: Any) -> None:
             raise UsageError(
                 f"A drafter with a {variant} is not supported with carried rows; serve it as stock DFLASH."
             )
+
+
+def check_reading_worker(worker: Any) -> None:
+    """UsageError unless a built worker's drafter has a reader and shares the target's request slots."""
+    if not hasattr(worker.draft_model, "state_reader"):
+        raise UsageError(
+            f"The draft model {type(worker.draft_model).__name__} has no reader of states; "
+            "make a ReaDy drafter of it with `sglang-ext convert BASE --ready OUT --target TARGET`."
+        )
+    if worker.draft_model_runner.req_to_token_pool is not worker.target_worker.model_runner.req_to_token_pool:
+        raise UsageError("The drafter has request slots of its own, so it cannot find the target's states.")
+
+
+def check_state_commit(worker: Any) -> None:
+    """UsageError unless the worker commits recurrent states after each verify step, into the pool.
+
+    SGLang leaves the commit out where the target's attention backend has none (dspark_worker_v2.py:574); a fused KDA
+    verify keeps the accepted length instead of the state (hybrid_linear_attn_backend.py:1583).
+    """
+    linear = getattr(worker.model_runner.attn_backend, "linear_attn_backend", None)
+    if not worker._need_mamba_verify_commit or getattr(linear, "accept_lens_pool", None) is not None:
+        raise UsageError(
+            "The target's attention backend does not commit its recurrent states after a verify step, so READY would "
+            "read old ones; choose another --attention-backend, or serve a drafter without a reader."
+        )
 
 
 def rebind_block(runner: Any, forward_batch: Any, block_slots: torch.Tensor, query_width: int) -> None:

@@ -13,6 +13,8 @@ from sglang_ext.checkpoints.contract import (
     CARRYOVER_ARCHITECTURE,
     CARRYOVER_CONFIG,
     EMBEDDING,
+    FLOATS,
+    READY_ARCHITECTURE,
     DraftContract,
     TargetInfo,
     Weights,
@@ -21,7 +23,7 @@ from sglang_ext.checkpoints.contract import (
     read_target,
 )
 from sglang_ext.checkpoints.files import locate, read_json, read_tensors
-from sglang_ext.checkpoints.rules import carryover_limits, validate
+from sglang_ext.checkpoints.rules import carryover_limits, ready_limits, validate
 from sglang_ext.errors import UsageError
 
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
     "CARRYOVER_ARCHITECTURE",
     "CARRYOVER_CONFIG",
     "EMBEDDING",
+    "FLOATS",
+    "READY_ARCHITECTURE",
     "DraftContract",
     "TargetInfo",
     "Weights",
@@ -42,6 +46,7 @@ __all__ = [
     "read_json",
     "read_target",
     "read_tensors",
+    "ready_limits",
     "validate",
 ]
 

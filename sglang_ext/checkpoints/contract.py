@@ -3,7 +3,8 @@
 Fields are read as SGLang 0.5.23 reads them (speculative/dflash_utils.py:588, dspark_components/dspark_config.py:226):
 nested in ``dflash_config`` first, then flat. A Carryover checkpoint is a DFlash or DSpark one with another architecture
 name, ``carryover_config`` and one more tensor, ``carryover_embedding`` [K*H]: the learned vector of arXiv 2609.14717
-section 2.1, added to a rejected row's target features before they are projected.
+section 2.1, added to a rejected row's target features before they are projected. A ReaDy checkpoint is a DSpark one
+with ``ready_config`` and the reader's weights (``sglang_ext.ready``); a drafter may have both.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 
 from sglang_ext.checkpoints.files import Tensor, read_json, read_tensors
 from sglang_ext.errors import UsageError
+from sglang_ext.ready.config import READER, ReadyConfig, RecurrentShape
 
 EMBEDDING = "carryover_embedding"
 CARRYOVER_CONFIG: dict[str, Any] = {"embedding": "learned", "rounds": 1}
 CARRYOVER_ARCHITECTURE = {"dflash": "CarryoverDFlashDraftModel", "dspark": "CarryoverDSparkModel"}
+READY_ARCHITECTURE = {"ready": "ReadyDSparkModel", "ready_carryover": "ReadyCarryoverDSparkModel"}
 # Architecture name -> (kind, method). The stock names are those of models/dflash.py and models/dspark.py.
 ARCHITECTURES = {
     "DFlashDraftModel": ("dflash", "none"),
@@ -27,14 +30,19 @@ ARCHITECTURES = {
     "LingDSparkModel": ("dspark", "none"),
     CARRYOVER_ARCHITECTURE["dflash"]: ("dflash", "carryover"),
     CARRYOVER_ARCHITECTURE["dspark"]: ("dspark", "carryover"),
+    READY_ARCHITECTURE["ready"]: ("dspark", "ready"),
+    READY_ARCHITECTURE["ready_carryover"]: ("dspark", "ready_carryover"),
 }
 ALGORITHMS = {
     ("dflash", "none"): "DFLASH",
     ("dspark", "none"): "DSPARK",
     ("dflash", "carryover"): "CARRYOVER_DFLASH",
     ("dspark", "carryover"): "CARRYOVER_DSPARK",
+    ("dspark", "ready"): "READY",
+    ("dspark", "ready_carryover"): "READY_CARRYOVER",
 }
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
+FLOATS = ("F32", "F16", "BF16")
 _ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
 
@@ -62,7 +70,7 @@ class DraftContract:
 
     path: Path
     kind: str  # dflash | dspark
-    method: str  # none | carryover
+    method: str  # none | carryover | ready | ready_carryover
     architecture: str
     block_size: int  # as configured: DFlash counts the anchor, DSpark does not
     mask_token_id: int
@@ -79,6 +87,7 @@ class DraftContract:
     markov_head: str | None
     sample_from_anchor: bool  # DSpark: does the anchor's own row draft a token
     carryover: dict[str, Any] | None  # the checkpoint's carryover_config
+    ready: Any  # the checkpoint's ready_config as it stands there, see reader()
     weights: Weights
     config: dict[str, Any] = field(repr=False)
     tensors: dict[str, Tensor] = field(repr=False)  # by the names SGLang loads them under
@@ -113,10 +122,36 @@ class DraftContract:
         """K*H: the selected layers' hidden states of one token, side by side."""
         return len(self.target_layer_ids) * self.hidden_size
 
+    @property
+    def carries(self) -> bool:
+        """Whether rejected rows are carried into the next draft (Carryover)."""
+        return self.method in ("carryover", "ready_carryover")
+
+    @property
+    def reads(self) -> bool:
+        """Whether recurrent states are read (ReaDy)."""
+        return self.method in READY_ARCHITECTURE
+
+    def reader(self) -> ReadyConfig:
+        """The reader's configuration; UsageError where it is missing or invalid."""
+        return ReadyConfig.of(self.ready)
+
+    def reader_tensors(self) -> dict[str, Tensor]:
+        """The reader's tensors, by their names below ``state_reader.``."""
+        prefix = f"{READER}."
+        return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+
+    def reader_is_zero(self) -> bool | None:
+        """Whether the reader's output is still all zeros, untrained; None without a readable one."""
+        outputs = [tensor for name, tensor in self.reader_tensors().items() if name.endswith(".out")]
+        if not self.reads or not outputs or any(tensor.dtype not in FLOATS for tensor in outputs):
+            return None
+        return not any(tensor.values().any() for tensor in outputs)
+
     def embedding_is_zero(self) -> bool | None:
         """Whether the Carryover embedding is still untrained; None without a readable embedding."""
         embedding = self.tensors.get(EMBEDDING)
-        if self.method != "carryover" or embedding is None or embedding.dtype not in ("F32", "F16", "BF16"):
+        if not self.carries or embedding is None or embedding.dtype not in FLOATS:
             return None
         return not embedding.values().any()
 
@@ -130,6 +165,7 @@ class TargetInfo:
     hidden_size: int
     num_layers: int
     recurrent_layers: int  # Gated DeltaNet layers; 0 for a dense target
+    recurrent: RecurrentShape | None  # their states' shape; None for a dense target
     vocab_size: int
     num_heads: int | None
     num_kv_heads: int | None
@@ -139,7 +175,14 @@ class TargetInfo:
 
 def is_drafter(config: dict[str, Any]) -> bool:
     """Whether a configuration is a drafter's rather than a target's."""
-    marks = ("dflash_config", "dspark_config", "carryover_config", "markov_rank", "speculators_model_type")
+    marks = (
+        "dflash_config",
+        "dspark_config",
+        "carryover_config",
+        "ready_config",
+        "markov_rank",
+        "speculators_model_type",
+    )
     return _architecture(config) in ARCHITECTURES or any(mark in config for mark in marks)
 
 
@@ -193,6 +236,7 @@ def read_contract(directory: Path) -> DraftContract:
         markov_head=str(own.get("markov_head_type", config.get("markov_head_type"))) if kind == "dspark" else None,
         sample_from_anchor=kind == "dspark" and bool(config.get("sample_from_anchor", True)),
         carryover=carryover,
+        ready=config.get("ready_config"),
         weights=Weights.of(raw),
         config=config,
         tensors={_loaded_name(name): tensor for name, tensor in raw.items()},
@@ -224,6 +268,7 @@ def read_target(directory: Path, *, weights: bool = False) -> TargetInfo:
         hidden_size=integer("hidden_size"),
         num_layers=num_layers,
         recurrent_layers=recurrent,
+        recurrent=RecurrentShape.of(text),
         vocab_size=integer("vocab_size"),
         num_heads=text.get("num_attention_heads"),
         num_kv_heads=text.get("num_key_value_heads"),

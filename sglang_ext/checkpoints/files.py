@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,17 +145,19 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def write_with_zeros(source: Path, destination: Path, name: str, dtype: str, length: int) -> int:
-    """Copy a safetensors file, its data unchanged, and append one 1-D tensor of zeros; return the bytes added."""
+def write_with(source: Path, destination: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]) -> int:
+    """Copy a safetensors file, its data unchanged, and append tensors (dtype, shape, data); return the bytes added."""
     header, data = read_header(source)
-    data_size = source.stat().st_size - data
-    added = length * _ITEM_BITS[dtype] // 8
-    header[name] = {"dtype": dtype, "shape": [length], "data_offsets": [data_size, data_size + added]}
+    end = start = source.stat().st_size - data
+    for name, (dtype, shape, content) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + len(content)]}
+        end += len(content)
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format keeps its data 8-byte aligned
     with source.open("rb") as reader, destination.open("wb") as writer:
         writer.write(struct.pack("<Q", len(encoded)) + encoded)
         reader.seek(data)
         shutil.copyfileobj(reader, writer, 16 << 20)
-        writer.write(bytes(added))
-    return added
+        for _, _, content in tensors.values():
+            writer.write(content)
+    return end - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 
@@ -11,10 +12,14 @@ from sglang_ext.checkpoints.contract import (
     CARRYOVER_ARCHITECTURE,
     CARRYOVER_CONFIG,
     EMBEDDING,
+    FLOATS,
     MARKOV_HEADS,
+    READY_ARCHITECTURE,
     DraftContract,
     TargetInfo,
 )
+from sglang_ext.errors import UsageError
+from sglang_ext.ready.config import READER
 
 # Variants of the DFlash family whose block is not the plain one Carryover was built and checked for.
 _UNCOVERED = {
@@ -27,7 +32,8 @@ _UNCOVERED = {
 
 def validate(contract: DraftContract, target: TargetInfo | None = None) -> list[str]:
     """Everything that keeps this drafter from being served (on this target), one sentence each."""
-    problems = _config_problems(contract) + _tensor_problems(contract) + _carryover_problems(contract)
+    problems = _config_problems(contract) + _tensor_problems(contract)
+    problems += _carryover_problems(contract) + _ready_problems(contract)
     return problems + (_target_problems(contract, target) if target is not None else [])
 
 
@@ -89,10 +95,10 @@ def _tensor_problems(contract: DraftContract) -> list[str]:
 
 def _carryover_problems(contract: DraftContract) -> list[str]:
     """What is wrong with the parts that Carryover adds."""
-    if contract.method != "carryover":
+    if not contract.carries:
         if contract.carryover is None:
             return []
-        name = CARRYOVER_ARCHITECTURE[contract.kind]
+        name = READY_ARCHITECTURE["ready_carryover"] if contract.reads else CARRYOVER_ARCHITECTURE[contract.kind]
         return [f"config.json has carryover_config but the architecture {contract.architecture}; it must be {name}."]
     problems = []
     unknown = sorted(set(contract.carryover or {}) - set(CARRYOVER_CONFIG))
@@ -114,7 +120,7 @@ def _carryover_problems(contract: DraftContract) -> list[str]:
             f"{EMBEDDING} is {list(embedding.shape)} but must be [{width}], one value per feature "
             f"({len(contract.target_layer_ids)} layers of {contract.hidden_size}); make it with sglang-ext convert."
         )
-    elif embedding.dtype not in ("F32", "F16", "BF16"):
+    elif embedding.dtype not in FLOATS:
         problems.append(f"{EMBEDDING} has the dtype {embedding.dtype}; it must be F32, F16 or BF16.")
     elif not np.isfinite(embedding.values()).all():
         problems.append(f"{EMBEDDING} holds values that are not finite; take an earlier training checkpoint.")
@@ -132,6 +138,53 @@ def carryover_limits(contract: DraftContract) -> list[str]:
     if contract.config.get("quantization_config"):
         found.append("quantised weights")
     return [f"the drafter has {what}, which Carryover does not cover; serve it with --method none." for what in found]
+
+
+def _ready_problems(contract: DraftContract) -> list[str]:
+    """What is wrong with the parts that ReaDy adds."""
+    if not contract.reads:
+        if contract.ready is None:
+            return []
+        name = READY_ARCHITECTURE["ready_carryover" if contract.carries else "ready"]
+        return [f"config.json has ready_config but the architecture {contract.architecture}; it must be {name}."]
+    if contract.ready is None:
+        return ["config.json has no ready_config; make the checkpoint with sglang-ext convert."]
+    try:
+        shapes = contract.reader().weight_shapes(contract.hidden_size, contract.num_layers)
+    except UsageError as error:
+        return [str(error)]
+    tensors, problems = contract.reader_tensors(), []
+    if missing := [f"{READER}.{name}" for name in shapes if name not in tensors]:
+        problems.append(f"the weights lack {', '.join(missing[:3])}; export or copy the checkpoint again.")
+    if unknown := sorted(set(tensors) - set(shapes)):
+        problems.append(f"the weights have {READER}.{unknown[0]}, which ready_config has no place for; correct it.")
+    for name, shape in shapes.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue
+        dtypes = ("F32",) if name in ("value_down", "key_down") else FLOATS
+        if tensor.shape != shape:
+            problems.append(
+                f"{READER}.{name} is {list(tensor.shape)} where ready_config promises {list(shape)}; correct the "
+                "configuration or use the weights it belongs to."
+            )
+        elif tensor.dtype not in dtypes:
+            problems.append(f"{READER}.{name} has the dtype {tensor.dtype}; it must be {' or '.join(dtypes)}.")
+        elif not np.isfinite(tensor.values()).all():
+            problems.append(f"{READER}.{name} holds values that are not finite; take an earlier training checkpoint.")
+    return problems + ready_limits(contract)
+
+
+def ready_limits(contract: DraftContract) -> list[str]:
+    """What keeps a drafter from having a reader."""
+    found = []
+    if contract.kind != "dspark":
+        found.append("a DFlash drafter")
+    if contract.config.get("use_gemma_norm"):
+        found.append("a drafter with Gemma norms, which add one to their weights")
+    if contract.config.get("quantization_config"):
+        found.append("a quantised drafter")
+    return [f"it is {what}, and ReaDy reads states in plain DSpark drafters only; use one of those." for what in found]
 
 
 def _target_problems(contract: DraftContract, target: TargetInfo) -> list[str]:
@@ -153,6 +206,9 @@ def _target_problems(contract: DraftContract, target: TargetInfo) -> list[str]:
         )
     elif contract.target_layer_ids[-1] >= target.num_layers - 1 and contract.num_target_layers is None:
         problems.append(_beyond(contract.target_layer_ids[-1], target.num_layers, f"the target {target.path}"))
+    if contract.reads and contract.ready is not None:
+        with contextlib.suppress(UsageError):  # _ready_problems says it
+            problems += contract.reader().target_problems(target.recurrent)
     return problems
 
 

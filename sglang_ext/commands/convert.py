@@ -1,4 +1,4 @@
-"""``sglang-ext convert``: make a Carryover drafter of a published DFlash or DSpark one."""
+"""``sglang-ext convert``: add what a mechanism needs to a published drafter: a Carryover embedding, or a reader."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sglang_ext.checkpoints import (
     CARRYOVER_ARCHITECTURE,
     CARRYOVER_CONFIG,
     EMBEDDING,
+    FLOATS,
+    READY_ARCHITECTURE,
     DraftContract,
     carryover_limits,
     check,
@@ -20,55 +24,142 @@ from sglang_ext.checkpoints import (
     read_contract,
     read_json,
     read_target,
+    ready_limits,
 )
-from sglang_ext.checkpoints.files import WEIGHTS_INDEX, write_with_zeros
+from sglang_ext.checkpoints.files import WEIGHTS_INDEX, write_with
 from sglang_ext.errors import UsageError
+from sglang_ext.ready.config import DEFAULT_RANK, INJECT, QUERY, READER, ReadyConfig
+
+Added = Mapping[str, tuple[str, tuple[int, ...], bytes]]
+_READER_OPTIONS = ("source_layers", "rank_k", "rank_v", "inject", "layers", "query")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The base drafter and where the Carryover one goes."""
+    """The base drafter, where the new one goes, and a reader's shape."""
     parser.add_argument("base", metavar="BASE", help="directory or Hugging Face name of a DFlash or DSpark drafter")
-    parser.add_argument("--carryover", metavar="OUT", required=True, help="new directory for the Carryover drafter")
-    parser.add_argument("--target", metavar="T", help="check that the drafter fits this target first")
+    out = parser.add_mutually_exclusive_group(required=True)
+    out.add_argument("--carryover", metavar="OUT", help="new directory for BASE with a Carryover embedding")
+    out.add_argument("--ready", metavar="OUT", help="new directory for BASE (DSpark) with a ReaDy reader")
+    parser.add_argument("--target", metavar="T", help="check that the drafter fits this target; --ready needs it")
+    reader = parser.add_argument_group("reader", "with --ready; a Carryover drafter may be given one too")
+    reader.add_argument(
+        "--source-layers",
+        metavar="I",
+        type=int,
+        nargs="+",
+        help="recurrent target layers to read (default: the last of each half of the target)",
+    )
+    for side in ("k", "v"):
+        reader.add_argument(
+            f"--rank-{side}",
+            metavar="R",
+            type=int,
+            help=f"of the {'keys' if side == 'k' else 'values'} (default: {DEFAULT_RANK})",
+        )
+    reader.add_argument("--inject", choices=INJECT, help=f"where a read is added (default: {INJECT[0]})")
+    reader.add_argument("--layers", metavar="I", type=int, nargs="+", help="draft layers that read (default: the last)")
+    reader.add_argument("--query", choices=QUERY, help=f"a query per value head or per source (default: {QUERY[0]})")
+    reader.add_argument("--seed", type=int, default=0, help="of the reader's random weights (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Convert, and say what was made."""
     target = read_target(locate(args.target, weights=False)) if args.target else None
+    options = {name: getattr(args, name) for name in _READER_OPTIONS}
     base = read_contract(locate(args.base))
-    check(base, target)
-    made = convert(base, Path(args.carryover))
+    if args.carryover:
+        if given := [name for name, value in options.items() if value is not None]:
+            raise UsageError(f"--{given[0].replace('_', '-')} is a reader's and goes with --ready; leave it out.")
+        check(base, target)
+        made = convert(base, Path(args.carryover))
+        what = f"a zero {EMBEDDING} [{made.feature_width}]"
+    else:
+        if target is None:
+            raise UsageError("--ready needs the target whose states are read; add --target T.")
+        check(base, target)
+        if target.recurrent is None:
+            raise UsageError(
+                f"{target.path} has no recurrent layers whose states could be read; give the hybrid target."
+            )
+        config = ReadyConfig.for_target(target.recurrent, **options)
+        made = convert_ready(base, Path(args.ready), config, args.seed)
+        layers = ", ".join(map(str, config.source_layers))
+        what = f"a reader of layers {layers} (ranks {config.rank_k} and {config.rank_v}) whose output is zero"
     print(
-        f"{made.path}: {made.architecture} with the weights of {args.base} and a zero {EMBEDDING} "
-        f"[{made.feature_width}], to be trained; serve it with sglang-ext serve MODEL --draft {made.path}."
+        f"{made.path}: {made.architecture} with the weights of {args.base} and {what}, to be trained; serve it with "
+        f"sglang-ext serve MODEL --draft {made.path}."
     )
     return 0
 
 
 def convert(base: DraftContract, out: Path) -> DraftContract:
-    """Write the Carryover form of a stock drafter to a new directory and return its contract.
+    """Write the Carryover form of a drafter, stock or with a reader, to a new directory and return its contract.
 
     Every file is copied; weights keep their bytes, and the file that holds ``fc.weight`` gets the embedding [K*H] of
-    zeros in that weight's dtype. The directory appears whole or not at all. Raises UsageError when ``base`` is no stock
-    drafter or has parts that Carryover does not cover, or when ``out`` exists.
+    zeros in that weight's dtype. The directory appears whole or not at all. Raises UsageError when ``base`` carries
+    already or has parts that Carryover does not cover, or when ``out`` exists.
     """
-    if base.method != "none":
+    if base.carries:
         raise UsageError(f"{base.path} is already a {base.method} drafter ({base.architecture}); serve it as it is.")
-    limits = carryover_limits(base)
-    if limits:
+    if limits := carryover_limits(base):
         raise UsageError(f"{base.path} cannot become a Carryover drafter: {limits[0].rstrip('.')}.")
+    name = READY_ARCHITECTURE["ready_carryover"] if base.reads else CARRYOVER_ARCHITECTURE[base.kind]
+    dtype = _float_dtype(base)
+    zeros = bytes(base.feature_width * (4 if dtype == "F32" else 2))
+    added = {EMBEDDING: (dtype, (base.feature_width,), zeros)}
+    return _write(base, out, added, {"architectures": [name], "carryover_config": CARRYOVER_CONFIG})
+
+
+def convert_ready(base: DraftContract, out: Path, config: ReadyConfig, seed: int = 0) -> DraftContract:
+    """Write a DSpark drafter, stock or Carryover, with an untrained reader to a new directory; return its contract.
+
+    The reader's output is zero, so it drafts as ``base`` does; its other weights are random. Files as in
+    :func:`convert`. Raises UsageError when ``base`` reads already or cannot have a reader, or when ``out`` exists.
+    """
+    if base.reads:
+        raise UsageError(f"{base.path} is already a {base.method} drafter ({base.architecture}); serve it as it is.")
+    if limits := ready_limits(base):
+        raise UsageError(f"{base.path} cannot have a reader: {limits[0].rstrip('.')}.")
+    name = READY_ARCHITECTURE["ready_carryover" if base.carries else "ready"]
+    added = _reader_weights(config, base, _float_dtype(base), seed)
+    return _write(base, out, added, {"architectures": [name], "ready_config": config.as_json()})
+
+
+def _reader_weights(config: ReadyConfig, base: DraftContract, dtype: str, seed: int) -> Added:
+    """The weights of a fresh reader as bytes; the projections of the states stay float32."""
+    import torch
+
+    from sglang_ext.ready.reader import StateReader
+
+    reader = StateReader(config, base.hidden_size, base.num_layers)
+    reader.reset_parameters(torch.Generator().manual_seed(seed))
+    types = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    added: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    for name, parameter in reader.named_parameters():
+        kept = dtype if name.startswith("reads.") else "F32"
+        tensor = parameter.detach().to(types[kept]).contiguous()
+        added[f"{READER}.{name}"] = (kept, tuple(tensor.shape), tensor.view(torch.uint8).numpy().tobytes())
+    return added
+
+
+def _float_dtype(base: DraftContract) -> str:
+    dtype = base.tensors["fc.weight"].dtype
+    if dtype not in FLOATS:
+        raise UsageError(f"{base.path} keeps fc.weight as {dtype}; convert the F32, F16 or BF16 checkpoint instead.")
+    return dtype
+
+
+def _write(base: DraftContract, out: Path, added: Added, changes: dict[str, Any]) -> DraftContract:
+    """A copy of ``base`` with tensors added beside ``fc.weight`` and fields of config.json changed."""
     if out.exists():
         raise UsageError(f"{out} already exists; give a new directory or remove that one.")
-    fc = base.tensors["fc.weight"]
-    if fc.dtype not in ("F32", "F16", "BF16"):
-        raise UsageError(f"{base.path} keeps fc.weight as {fc.dtype}; convert the F32, F16 or BF16 checkpoint instead.")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     except OSError as error:
         raise UsageError(f"{out} cannot be written ({error.strerror}); choose another place.") from None
     try:
-        _write(base, partial, fc.file)
+        _write_files(base, partial, added, changes)
         partial.chmod(0o755)  # mkdtemp makes it private
         os.rename(partial, out)
     except OSError as error:
@@ -78,25 +169,19 @@ def convert(base: DraftContract, out: Path) -> DraftContract:
     return read_contract(out)
 
 
-def _write(base: DraftContract, partial: Path, fc_file: Path) -> None:
+def _write_files(base: DraftContract, partial: Path, added: Added, changes: dict[str, Any]) -> None:
+    holder = base.tensors["fc.weight"].file
     for source in sorted(base.path.iterdir()):
-        if source.is_file() and source != fc_file:
+        if source.is_file() and source != holder:
             shutil.copyfile(source, partial / source.name)
-    added = write_with_zeros(
-        fc_file, partial / fc_file.name, EMBEDDING, base.tensors["fc.weight"].dtype, base.feature_width
-    )
-    config = {
-        **base.config,
-        "architectures": [CARRYOVER_ARCHITECTURE[base.kind]],
-        "carryover_config": CARRYOVER_CONFIG,
-    }
-    _write_json(partial / "config.json", config)
+    nbytes = write_with(holder, partial / holder.name, added)
+    _write_json(partial / "config.json", {**base.config, **changes})
     if (base.path / WEIGHTS_INDEX).exists():
         index = read_json(base.path / WEIGHTS_INDEX)
-        index["weight_map"][EMBEDDING] = fc_file.name
+        index["weight_map"] |= dict.fromkeys(added, holder.name)
         metadata = index.get("metadata")
         if isinstance(metadata, dict) and "total_size" in metadata:
-            metadata["total_size"] += added
+            metadata["total_size"] += nbytes
         _write_json(partial / WEIGHTS_INDEX, index)
 
 

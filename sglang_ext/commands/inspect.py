@@ -21,7 +21,12 @@ from sglang_ext.checkpoints import (
 )
 from sglang_ext.errors import UsageError
 
-METHODS = {"none": "no mechanism", "carryover": "Carryover"}
+METHODS = {
+    "none": "no mechanism",
+    "carryover": "Carryover",
+    "ready": "ReaDy",
+    "ready_carryover": "ReaDy and Carryover",
+}
 KINDS = {"dflash": "DFlash", "dspark": "DSpark"}
 
 
@@ -88,7 +93,26 @@ def drafter_facts(contract: DraftContract) -> list[tuple[str, str]]:
         settings = ", ".join(f"{key} {value}" for key, value in (contract.carryover or {}).items())
         state = "zero: still untrained" if zero else "trained"
         rows.append(("Carryover", f"embedding of {contract.feature_width} values, {state} ({settings})"))
-    return rows
+    return rows + (_reader_facts(contract) if contract.reads else [])
+
+
+def _reader_facts(contract: DraftContract) -> list[tuple[str, str]]:
+    """What the reader reads and where the result goes; nothing where its configuration is invalid (a problem)."""
+    try:
+        reader = contract.reader()
+        places = ", ".join(map(str, reader.reading_layers(contract.num_layers)))
+    except UsageError:
+        return []
+    zero = contract.reader_is_zero()
+    trained = "unreadable" if zero is None else "zero: still untrained" if zero else "trained"
+    queries = f"{reader.value_heads} queries a source" if reader.query == "value_head" else "one query a source"
+    where = f"draft layer {places}, {reader.inject.replace('_', ' ')}"
+    return [
+        ("reads states", f"of target layers {', '.join(map(str, reader.source_layers))}, {reader.value_heads} heads of "
+         f"{reader.value_dim} x {reader.key_dim} each"),
+        ("reader", f"rank {reader.rank_k} for keys and {reader.rank_v} for values, {queries}, in {where}; "
+         f"output {trained}"),
+    ]  # fmt: skip
 
 
 def target_facts(target: TargetInfo) -> list[tuple[str, str]]:
@@ -102,6 +126,10 @@ def target_facts(target: TargetInfo) -> list[tuple[str, str]]:
         ("vocabulary", str(target.vocab_size)),
         ("positions", str(target.max_position_embeddings or "not given")),
     ]
+    if states := target.recurrent:
+        layers = ", ".join(map(str, states.layers))
+        shape = f"{states.value_heads} heads of {states.value_dim} x {states.key_dim} (values x keys)"
+        rows.append(("states", f"of layers {layers}: {shape}"))
     return rows + ([("weights", _weights(target.weights))] if target.weights else [])
 
 
@@ -130,12 +158,15 @@ def as_json(checkpoint: DraftContract | TargetInfo) -> dict[str, Any]:
     """The same facts under their field names."""
     fields = {f.name for f in dataclasses.fields(checkpoint)} - {"config", "tensors"}
     values = {name: getattr(checkpoint, name) for name in sorted(fields)}
-    if checkpoint.weights is not None:
-        values["weights"] = dataclasses.asdict(checkpoint.weights)
+    values = {
+        name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+        for name, value in values.items()
+    }
     if isinstance(checkpoint, DraftContract):
         for name in ("algorithm", "verify_width", "query_width", "drafts", "feature_width"):
             values[name] = getattr(checkpoint, name)
         values["embedding_is_zero"] = checkpoint.embedding_is_zero()
+        values["reader_is_zero"] = checkpoint.reader_is_zero()
     return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
 
 

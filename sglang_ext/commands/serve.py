@@ -15,14 +15,16 @@ from sglang_ext import server
 from sglang_ext.checkpoints import DraftContract, check, find_target, locate, read_contract
 from sglang_ext.errors import UsageError
 
-METHODS = ("auto", "none", "carryover", "ready")
+METHODS = ("auto", "none", "carryover", "ready", "ready_carryover")
 TAKES_REST = True  # what this parser does not know is SGLang's, in its order, in args.rest
 _OURS = ("--speculative-algorithm", "--speculative-draft-model-path", "--speculative-draft-model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Our two options; MODEL is taken from the rest, so that SGLang's flags may stand anywhere behind it."""
-    parser.usage = "sglang-ext serve MODEL [--draft D] [--method auto|none|carryover|ready] [any SGLang flag]"
+    parser.usage = (
+        "sglang-ext serve MODEL [--draft D] [--method auto|none|carryover|ready|ready_carryover] [any SGLang flag]"
+    )
     parser.epilog = "MODEL and every other flag go to SGLang as they are; `sglang serve --help` lists them."
     parser.add_argument(
         "--draft", metavar="D", help="directory or Hugging Face name of the drafter; none: no speculation"
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         note = f"{algorithm} on {model} with {args.draft}, {contract.verify_width} rows in a verify step"
         if contract.embedding_is_zero():
             note += "; its Carryover embedding is zero, still untrained"
+        if contract.reader_is_zero():
+            note += "; its reader's output is zero, still untrained"
     else:
         if args.method not in ("auto", "none"):
             raise UsageError(f"--method {args.method} needs a drafter; add --draft D.")
@@ -84,16 +88,35 @@ def checked_draft(model: str, draft: str, flags: list[str]) -> DraftContract:
 
 def choose_algorithm(contract: DraftContract, method: str) -> str:
     """Name of the speculative algorithm for a drafter under ``--method``; UsageError where they do not go together."""
-    if method == "ready":
-        raise UsageError("--method ready is not in this version; use auto, none or carryover.")
     if method in ("auto", contract.method):
         return contract.algorithm
-    if method == "carryover":
+    if method == "none":
         raise UsageError(
-            f"{contract.path} is a stock drafter without a Carryover embedding; make one of it with "
-            f"sglang-ext convert {contract.path} --carryover OUT, or serve it with --method none."
+            f"{contract.path} is a {contract.method} drafter, which stock {contract.base_algorithm} does not load; "
+            f"serve the drafter it was made from{_OFF if contract.carries else ''}."
+        )
+    lacks = [what for what, has in _parts(method, contract) if not has]
+    if lacks:
+        option = "--carryover OUT" if "Carryover" in lacks[0] else "--ready OUT --target MODEL"
+        raise UsageError(
+            f"{contract.path} is a {_NAMES[contract.method]} drafter without {lacks[0]}; make one of it with "
+            f"sglang-ext convert {contract.path} {option}, or serve it with --method auto."
         )
     raise UsageError(
-        f"{contract.path} is a Carryover drafter, which stock {contract.base_algorithm} does not load; serve the "
-        "drafter it was made from, or keep --method carryover and set SGLANG_EXT_CARRIED_ROWS=0, which drafts as stock."
+        f"{contract.path} is a {_NAMES[contract.method]} drafter, which {method} alone does not load; serve it with "
+        "--method auto."
     )
+
+
+_NAMES = {"none": "stock", "carryover": "Carryover", "ready": "ReaDy", "ready_carryover": "ReaDy and Carryover"}
+_OFF = ", or keep its method and set SGLANG_EXT_CARRIED_ROWS=0, which carries nothing"
+
+
+def _parts(method: str, contract: DraftContract) -> list[tuple[str, bool]]:
+    """What a method needs of a drafter, and whether it is there."""
+    parts = []
+    if "carryover" in method:
+        parts.append(("a Carryover embedding", contract.carries))
+    if "ready" in method:
+        parts.append(("a reader of states", contract.reads))
+    return parts

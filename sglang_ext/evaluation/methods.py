@@ -29,14 +29,14 @@ class Method:
 
     def describe(self) -> dict[str, Any]:
         """The method's entry in the results."""
-        zero = self.contract.embedding_is_zero()
         return {
             "name": self.name,
             "drafter": str(self.contract.path),
             "algorithm": self.contract.algorithm,
             "drafts": self.contract.drafts,
             "carried_rows": self.carried_rows,
-            "embedding": None if zero is None else "zero, untrained" if zero else "trained",
+            "embedding": _state(self.contract.embedding_is_zero()),
+            "reader": _state(self.contract.reader_is_zero()),
         }
 
 
@@ -59,7 +59,7 @@ def choose(draft: str, compare: Sequence[str], carried_rows: int | None, target:
         UsageError: a drafter is broken or does not fit, a limit or ``off`` without Carryover, a method given twice.
     """
     contract = _checked(draft, target)
-    if contract.method != "carryover" and (carried_rows is not None or OFF in compare):
+    if not contract.carries and (carried_rows is not None or OFF in compare):
         asked = f"--compare {OFF}" if OFF in compare else "--carried-rows"
         raise UsageError(f"{draft} is no Carryover drafter, so it carries no rows; leave {asked} out.")
     chosen = [(contract, carried_rows)]
@@ -94,6 +94,10 @@ def _checked(draft: str, target: TargetInfo) -> DraftContract:
 def _labels(paths: Sequence[Path]) -> list[str]:
     """Directory names; whole paths where two differ only in those."""
     return [str(path) if any(p.name == path.name and p != path for p in paths) else path.name for path in paths]
+
+
+def _state(zero: bool | None) -> str | None:
+    return None if zero is None else "zero, untrained" if zero else "trained"
 
 
 def _suffix(limit: int | None) -> str:

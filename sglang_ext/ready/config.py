@@ -16,6 +16,8 @@ Inject = Literal["after_attention", "before_attention"]
 Query = Literal["value_head", "source"]
 INJECT: tuple[Inject, ...] = ("after_attention", "before_attention")
 QUERY: tuple[Query, ...] = ("value_head", "source")
+READER = "state_reader"
+"""What the reader's weights are named below in a checkpoint."""
 DEFAULT_RANK = 8
 """The paper's fastest setting, for keys and values alike (section 4.4)."""
 
@@ -147,8 +149,8 @@ class ReadyConfig:
         """Why these states cannot be read from this target, one sentence each."""
         if target is None:
             return [
-                "the target has no Gated DeltaNet layers (as Qwen3-Next and Qwen3.5 have), so there is no state to read; "
-                "serve a drafter without a reader."
+                "the target has no Gated DeltaNet layers (as Qwen3-Next and Qwen3.5 have), so there is no state to "
+                "read; serve a drafter without a reader."
             ]
         problems = []
         if wrong := [layer for layer in self.source_layers if layer not in target.layers]:

@@ -123,7 +123,7 @@ def test_refusals_of_method_and_model(models: Path, capsys: Capture) -> None:
     target, draft, carried = models / "target", models / "dspark", models / "carryover-dspark"
     assert "sglang-ext convert" in refused(capsys, target, "--draft", draft, "--method", "carryover")
     assert "SGLANG_EXT_CARRIED_ROWS=0" in refused(capsys, target, "--draft", carried, "--method", "none")
-    assert "not in this version" in refused(capsys, target, "--draft", draft, "--method", "ready")
+    assert "without a reader of states" in refused(capsys, target, "--draft", draft, "--method", "ready")
     assert "needs a drafter" in refused(capsys, target, "--method", "carryover")
     assert "MODEL is missing" in refused(capsys, "--draft", draft)
     assert "There is no checkpoint directory" in refused(capsys, models / "nowhere")

@@ -1,0 +1,53 @@
+"""SGLang workers whose drafter reads the target's recurrent states; the round itself is SGLang's."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
+
+from sglang_ext.carryover.worker import CarryoverDSparkWorker
+from sglang_ext.compat import check_reading_worker, check_state_commit
+from sglang_ext.errors import refusal_ends_process
+from sglang_ext.ready.states import committed_states
+
+logger = logging.getLogger(__name__)
+
+
+class ReadMixin:
+    """Shows the drafter where the states lie, once the pools exist and before any graph is captured."""
+
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate SGLang's pools, then attach the target's states to the drafter."""
+        super().alloc_memory_pool(*args, **kwargs)  # type: ignore[misc]
+        worker: Any = self
+        model = worker.draft_model
+        with refusal_ends_process():
+            check_reading_worker(worker)
+            pool = worker.target_worker.model_runner.req_to_token_pool
+            model.states = committed_states(pool, model.ready_config, model.shards)
+        if get_parallel().tp_rank == 0:
+            logger.info(
+                "ReaDy is on: draft layers %s read the states of target layers %s through ranks %s and %s, output %s.",
+                list(model.state_reader.layers),
+                list(model.ready_config.source_layers),
+                model.ready_config.rank_k,
+                model.ready_config.rank_v,
+                "trained" if any(read.out.any() for read in model.state_reader.reads) else "zero (untrained)",
+            )
+
+    def init_attention_backends(self) -> None:
+        """Build SGLang's attention backends, then see that this target's states are committed at all."""
+        super().init_attention_backends()  # type: ignore[misc]
+        with refusal_ends_process():
+            check_state_commit(self)
+
+
+class ReadyDSparkWorker(ReadMixin, DSparkWorkerV2):
+    """DSPARK with a reader."""
+
+
+class ReadyCarryoverWorker(ReadMixin, CarryoverDSparkWorker):
+    """DSPARK with a reader and carried rows: one rewrites the batch, the other needs its request slots only."""
