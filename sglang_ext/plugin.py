@@ -13,7 +13,9 @@ def register() -> None:
     from sglang.srt.platforms import current_platform
 
     from sglang_ext import algorithms, cpu
+    from sglang_ext.metrics import scheduler
 
     if type(current_platform).__module__ == "sglang_ext.cpu.platform":
         cpu.install()
     algorithms.register()
+    compat.on_scheduler_start(scheduler.attach)

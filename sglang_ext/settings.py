@@ -9,6 +9,7 @@ from sglang_ext.errors import UsageError
 CARRIED_ROWS_LIMIT = "SGLANG_EXT_CARRIED_ROWS"
 ORACLE_LOG = "SGLANG_EXT_ORACLE_LOG"
 ROUNDS = "SGLANG_EXT_ROUNDS"
+EXPECTED_METHOD = "SGLANG_EXT_EXPECTED_METHOD"
 
 
 def carried_rows_limit() -> int | None:
@@ -29,3 +30,8 @@ def oracle_log() -> str | None:
 def rounds_folder() -> str | None:
     """Directory that the debug mode records rounds with their features in; unset means the mode is off."""
     return os.environ.get(ROUNDS) or None
+
+
+def expected_method() -> str | None:
+    """Name of the algorithm an operator expects here (NONE for plain decoding); the metrics say if it is another."""
+    return os.environ.get(EXPECTED_METHOD, "").upper() or None

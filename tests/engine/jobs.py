@@ -12,7 +12,7 @@ from typing import Any
 META = ("spec_correct_drafts_histogram", "spec_verify_ct", "cached_tokens", "completion_tokens", "finish_reason")
 
 
-def generate(engine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
+def generate(engine: dict[str, Any], steps: list[dict[str, Any]], metrics: bool = False) -> dict[str, Any]:
     """Start one engine and run steps in it, each on what the ones before left in its caches.
 
     A step has ``generate`` (prompts: texts or lists of token ids) or ``go_on`` (the number of an earlier step: its
@@ -20,7 +20,8 @@ def generate(engine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, A
     ``abort`` (indices of requests to abort once they have streamed a little) and ``stagger`` (seconds between the
     requests' starts, which mixes prefills into running batches).
 
-    Returns the seconds the start took and per step the requests' ``output_ids`` (None where aborted) and ``meta``.
+    Returns the seconds the start took and per step the requests' ``output_ids`` (None where aborted) and ``meta``; with
+    ``metrics`` also the engine's Prometheus samples (name, labels, value) behind the last step.
     """
     import sglang as sgl
 
@@ -28,7 +29,7 @@ def generate(engine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, A
 
     defaults = {**cpu.SERVER_DEFAULTS, "context_length": 512, "max_total_tokens": 4096, "max_running_requests": 4}
     started = time.monotonic()
-    running = sgl.Engine(**{**defaults, "log_level": "warning", "random_seed": 1, **engine})
+    running = sgl.Engine(**{**defaults, "log_level": "warning", "random_seed": 1, "enable_metrics": metrics, **engine})
     seconds = time.monotonic() - started
     results: list[list[dict[str, Any]]] = []
     try:
@@ -37,9 +38,20 @@ def generate(engine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, A
                 before = results[step.pop("go_on")]
                 step["generate"] = [request["prompt_ids"] + request["output_ids"] + [7, 8, 9] for request in before]
             results.append(running.loop.run_until_complete(_step(running, **step)))
+        samples = _samples() if metrics else []
     finally:
         running.shutdown()
-    return {"start_seconds": seconds, "steps": results}
+    return {"start_seconds": seconds, "steps": results, "metrics": samples}
+
+
+def _samples() -> list[tuple[str, dict[str, str], float]]:
+    """What /metrics would show once the engine has been idle for a moment."""
+    from prometheus_client import CollectorRegistry, multiprocess
+
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    time.sleep(1)
+    return [(s.name, dict(s.labels), s.value) for family in registry.collect() for s in family.samples]
 
 
 async def _step(
@@ -56,14 +68,16 @@ async def _step(
             input_ids=prompt, sampling_params=each[index], rid=f"{index}-{time.monotonic_ns()}", stream=True
         )
         last: dict[str, Any] = {}
-        output_ids: list[int] = []
+        output_ids: list[int] | None = []
         async for last in stream:
+            if output_ids is None:
+                continue  # aborted: the last message has what it did until then
             output_ids = last["output_ids"]
             if index in (abort or []) and len(output_ids) >= 4:
                 engine.tokenizer_manager.abort_request(rid=last["meta_info"]["id"])
-                return {"output_ids": None, "meta": {}}
+                output_ids = None
         meta = {name: last["meta_info"].get(name) for name in META}
-        return {"prompt_ids": prompt, "output_ids": output_ids, "meta": meta}
+        return {"rid": last["meta_info"]["id"], "prompt_ids": prompt, "output_ids": output_ids, "meta": meta}
 
     return list(await asyncio.gather(*(one(index) for index in range(len(generate)))))
 

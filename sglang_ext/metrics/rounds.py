@@ -1,0 +1,140 @@
+"""What the verify steps of a scheduler add up to, in plain Python: no tensors, no Prometheus, no SGLang.
+
+A verify step belongs to one request: a batch of 32 requests makes 32 steps. ``W`` is the verify width (rows of one
+step, the anchor's included), ``n`` the accepted drafts of a step (0 <= n < W).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+REASONS = ("first_round", "full_acceptance", "mixed_chunk", "slot_reuse", "row_end", "off")
+"""Why a draft read no carried rows: it is its request's first after a prefill; the step before accepted all drafts; the
+step before was a one-token extend in a mixed chunk; the prefill was not seen here, so the slot may hold what its last
+tenant left; the slot row has no room; the carry is switched off."""
+
+_FIRST_ROUND, _FULL_ACCEPTANCE, _MIXED_CHUNK, _SLOT_REUSE, _ROW_END, _OFF = range(len(REASONS))
+_ROUND = -1
+
+# Kept on SGLang's request objects: they end with the request, whatever ends it.
+_BEFORE, _REJECTED = "_sglang_ext_before", "_sglang_ext_rejected"
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What decides how many rejected rows a draft reads (``sglang_ext.carryover.rows.carried_rows``).
+
+    Args:
+        query_width: Q, rows of one draft block.
+        columns: usable columns of a slot row.
+        limit: at most this many rows; None for all.
+    """
+
+    query_width: int
+    columns: int
+    limit: int | None
+
+    def rows(self, rejected: int, committed: int) -> int:
+        """Carried rows of a draft behind ``committed`` tokens; 0 or less where there is no room for any."""
+        rows = min(rejected, self.columns - committed - self.query_width)
+        return rows if self.limit is None else min(rows, self.limit)
+
+
+class Tally:
+    """Sums since the last ``clear``; the scheduler's thread is the only user."""
+
+    def __init__(self, verify_width: int, carry: Carry | None = None, state_layers: int = 0) -> None:
+        self.verify_width = verify_width
+        self.carry = carry
+        self.state_layers = state_layers
+        self.clear()
+
+    def clear(self) -> None:
+        """Start at nothing."""
+        self.steps = [0] * self.verify_width  # by accepted drafts
+        self.drafted = 0
+        self.overshoot = 0
+        self.carried_steps = 0
+        self.carried_rows = 0
+        self.uncarried = [0] * len(REASONS)
+
+    def __bool__(self) -> bool:
+        return any(self.steps) or self.overshoot > 0
+
+    @property
+    def verify_steps(self) -> int:
+        """Steps of requests that were still running."""
+        return sum(self.steps)
+
+    @property
+    def accepted(self) -> int:
+        """Drafts the target agreed with."""
+        return sum(n * count for n, count in enumerate(self.steps))
+
+    @property
+    def emitted(self) -> int:
+        """Accepted drafts and one token of the target's own per step, before stop strings and limits cut any."""
+        return self.accepted + self.verify_steps
+
+    def accepted_by_position(self) -> list[int]:
+        """[W - 1] steps that accepted at least 1, 2, ... drafts."""
+        counts, beyond = [], 0
+        for count in reversed(self.steps[1:]):
+            beyond += count
+            counts.append(beyond)
+        return counts[::-1]
+
+    def add(
+        self, requests: Sequence[Any], correct: Sequence[int], before: Sequence[int] | None, caps: Sequence[int] | None
+    ) -> None:
+        """Add one round.
+
+        Args:
+            requests: SGLang's requests, before this round is committed to them.
+            correct: accepted drafts of each.
+            before: what ``on_decode`` returned when the round was launched; only read with a carry.
+            caps: rows verified of each, where a ragged verify took fewer than W.
+        """
+        steps, carry = self.steps, self.carry
+        for index, request in enumerate(requests):
+            if request.is_retracted or request.finished():
+                # With overlap a round is launched before the end of a request in the one before is known.
+                self.overshoot += 1
+                continue
+            accepted = correct[index]
+            steps[accepted] += 1
+            self.drafted += (self.verify_width if caps is None else caps[index]) - 1
+            if carry is not None:
+                assert before is not None
+                self._add_carry(carry, request, before[index])
+                setattr(request, _REJECTED, self.verify_width - 1 - accepted)
+
+    def _add_carry(self, carry: Carry, request: Any, before: int) -> None:
+        if carry.limit == 0:
+            self.uncarried[_OFF] += 1
+        elif before != _ROUND:
+            self.uncarried[before] += 1
+        elif (rejected := getattr(request, _REJECTED)) == 0:
+            self.uncarried[_FULL_ACCEPTANCE] += 1
+        elif (rows := carry.rows(rejected, request.kv.kv_committed_len)) <= 0:
+            self.uncarried[_ROW_END] += 1
+        else:
+            self.carried_steps += 1
+            self.carried_rows += rows
+
+
+def on_decode(requests: Sequence[Any]) -> list[int]:
+    """Note that a decode round of these requests is launched; return what came before it for each."""
+    before = [getattr(request, _BEFORE, _SLOT_REUSE) for request in requests]
+    for request in requests:
+        setattr(request, _BEFORE, _ROUND)
+    return before
+
+
+def on_extend(requests: Iterable[Any], decoding: Iterable[Any]) -> None:
+    """Note a prefill of these requests; those in ``decoding`` were running and are mixed into it."""
+    mixed = {id(request) for request in decoding}
+    for request in requests:
+        setattr(request, _BEFORE, _MIXED_CHUNK if id(request) in mixed else _FIRST_ROUND)
