@@ -31,14 +31,18 @@ class Observer(Protocol):
 
 
 def attach(worker: Any, observer: Observer) -> None:
-    """Let ``observer`` follow a Carryover worker; it sees each block after it was shifted."""
+    """Let ``observer`` follow a Carryover or ReaDy worker; it sees each block after it was shifted."""
     step = worker.forward_batch_generation
 
     def forward_batch_generation(batch: Any, *args: Any, **kwargs: Any) -> Any:
         observer.batch = batch
         return step(batch, *args, **kwargs)
 
-    block_forward = worker._stock_draft_forward
+    # A worker that shifts the block calls SGLang's forward through an attribute of its own.
+    owner, name = worker, "_stock_draft_forward"
+    if not hasattr(worker, name):
+        owner, name = worker.draft_model_runner, "forward"
+    block_forward = getattr(owner, name)
 
     def draft_forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         output = block_forward(forward_batch, *args, **kwargs)
@@ -54,7 +58,7 @@ def attach(worker: Any, observer: Observer) -> None:
             observer.on_verify(rows, call["commit_lens"].tolist())
 
     worker.forward_batch_generation = forward_batch_generation
-    worker._stock_draft_forward = draft_forward
+    setattr(owner, name, draft_forward)
     if hasattr(worker, "_verify_executor"):  # DSPARK
 
         def accepted(call: dict[str, Any], outcome: Any) -> None:

@@ -9,7 +9,8 @@ head, and follows the first rank.
 Set ``SGLANG_EXT_ORACLE_LOG=FILE``; one JSON line is appended per request and round:
 ``ok`` (all comparisons hold), what was compared (``length_ok``, ``host_ok``, ``positions_ok``, ``tokens_ok``,
 ``hidden_error`` against ``TOLERANCE``) and ``carried`` rows with ``effect``, how much the block's hidden states
-move when they are left out.
+move when they are left out. Where the drafter reads recurrent states, ``read_effect`` says the same of them; they are
+taken from the pool that the drafter reads, so this checks the reading and not what is in the pool.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ class Oracle:
     """Follows a worker's rounds and writes one comparison per request and round to ``log``."""
 
     def __init__(self, worker: Any, drafter: ReferenceDrafter, log: TextIO) -> None:
-        assert drafter.embedding is not None
         self.drafter = drafter
+        self.worker = worker
         self.embedding = drafter.embedding
         self.log = log
         self.verify_width, self.query_width = worker.carry_widths()
         self.mask_token_id = int(worker._mask_token_id)
-        self.limit = carried_rows_limit()
-        self.columns: int = worker.carry_columns
+        self.limit = 0 if drafter.embedding is None else carried_rows_limit()
+        self.columns: int = getattr(worker, "carry_columns", 0)
         self.records: dict[str, _Record] = {}
         # Features by token prefix: a radix hit brings rows that an earlier request computed.
         self.rows: dict[int, torch.Tensor] = {}
@@ -110,6 +111,7 @@ class Oracle:
         # With exact host lengths SGLang passes prefix + block; without them a bound, or nothing.
         exact = self.batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu is not None
         host = forward_batch.seq_lens_cpu.tolist() if exact else None
+        states = self._states(forward_batch)
         self.blocks = []
         for index, request in enumerate(self.batch.reqs):
             record = self.records[request.rid]
@@ -117,7 +119,7 @@ class Oracle:
             ids, at = torch.tensor(token_ids[index]), torch.arange(length, length + width)
             plain = self.drafter.context(torch.stack(record.features), torch.arange(length))
             context = self._with_carried(plain, carried)
-            expected = self.drafter.block(context, ids, at)
+            expected = self.drafter.block(context, ids, at, states[index])
             drafts, margins = self.drafter.greedy(expected, token_ids[index][0])
             self.blocks.append(
                 {
@@ -129,17 +131,29 @@ class Oracle:
                     "positions_ok": positions[index] == at.tolist(),
                     "masks_ok": all(token == self.mask_token_id for token in token_ids[index][1:]),
                     "hidden_error": float((expected - served[index]).abs().max()),
-                    "effect": float((expected - self.drafter.block(plain, ids, at)).abs().max()) if carried else 0.0,
+                    "effect": self._distance(expected, plain, ids, at, states[index]) if carried else 0.0,
+                    "read_effect": self._distance(expected, context, ids, at, None) if self.drafter.reader else 0.0,
                     "drafts": drafts,
                     "margin": min(margins),
                 }
             )
+
+    def _states(self, forward_batch: Any) -> list[torch.Tensor | None]:
+        """Each request's committed states [sources, HV, V, K]; None where the drafter has no reader."""
+        if self.drafter.reader is None:
+            return [None] * forward_batch.batch_size
+        return list(self.worker.draft_model.states.gather(forward_batch.req_pool_indices).float().cpu())
+
+    def _distance(self, block: torch.Tensor, context: Any, ids: Any, at: Any, states: torch.Tensor | None) -> float:
+        """How far a block is from one drafted with another context or other states."""
+        return float((block - self.drafter.block(context, ids, at, states)).abs().max())
 
     def _with_carried(
         self, plain: list[tuple[torch.Tensor, torch.Tensor]], carried: list[tuple[int, torch.Tensor]]
     ) -> Any:
         if not carried:
             return plain
+        assert self.embedding is not None
         marked = torch.stack([row for _, row in carried]) + self.embedding
         extra = self.drafter.context(marked, torch.tensor([position for position, _ in carried]))
         return [
@@ -162,7 +176,7 @@ class Oracle:
 
 
 def attach(worker: Any, log: str) -> Oracle:
-    """Let an oracle follow a Carryover worker; one line per request and round goes to the file ``log``."""
+    """Let an oracle follow a Carryover or ReaDy worker; one line per request and round goes to the file ``log``."""
     from sglang.srt.runtime_context import get_spec
 
     if worker.draft_model_runner.dtype != torch.float32:

@@ -15,6 +15,8 @@ import torch
 from safetensors import safe_open
 
 from sglang_ext.errors import UsageError
+from sglang_ext.ready.config import READER, ReadyConfig
+from sglang_ext.ready.reference import read_states
 
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 
@@ -69,6 +71,10 @@ class ReferenceDrafter:
         self.head = shared["lm_head.weight"].to(device) if "lm_head.weight" in shared else self.embed
         self.is_dspark = "markov_head.markov_w1.weight" in self.weights
         self.embedding = self.weights.get("carryover_embedding")
+        self.reader = ReadyConfig.of(config["ready_config"]) if "ready_config" in config else None
+        self.reader_weights = {
+            name.removeprefix(f"{READER}."): w for name, w in self.weights.items() if name.startswith(f"{READER}.")
+        }
 
     def _rope(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate [rows, heads, head_dim] by absolute positions [rows]."""
@@ -91,13 +97,21 @@ class ReferenceDrafter:
         return [self._key_value(hidden, layer, positions) for layer in range(self.layers)]
 
     def block(
-        self, context: list[tuple[torch.Tensor, torch.Tensor]], token_ids: torch.Tensor, positions: torch.Tensor
+        self,
+        context: list[tuple[torch.Tensor, torch.Tensor]],
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Final hidden states [Q, hidden] of a block of token ids [Q], bidirectional, behind the context."""
+        """Final hidden states [Q, hidden] of a block of token ids [Q], bidirectional, behind the context.
+
+        A drafter with a reader reads ``states`` [sources, HV, V, K]; without them it drafts as if its output were zero.
+        """
         w, rows = self.weights, len(token_ids)
         hidden = self.embed[token_ids]
         for layer, (context_key, context_value) in enumerate(context):
             prefix = f"layers.{layer}."
+            hidden = hidden + self._read(hidden, states, layer, "before_attention")
             x = rms_norm(hidden, w[prefix + "input_layernorm.weight"], self.eps)
             query = (x @ w[prefix + "self_attn.q_proj.weight"].T).view(rows, self.heads, self.head_dim)
             query = self._rope(rms_norm(query, w[prefix + "self_attn.q_norm.weight"], self.eps), positions)
@@ -108,10 +122,24 @@ class ReferenceDrafter:
             scores = torch.einsum("qhd,khd->hqk", query, key) * self.head_dim**-0.5
             attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).reshape(rows, -1)
             hidden = hidden + attended @ w[prefix + "self_attn.o_proj.weight"].T
+            hidden = hidden + self._read(hidden, states, layer, "after_attention")
             x = rms_norm(hidden, w[prefix + "post_attention_layernorm.weight"], self.eps)
             gate = torch.nn.functional.silu(x @ w[prefix + "mlp.gate_proj.weight"].T)
             hidden = hidden + (gate * (x @ w[prefix + "mlp.up_proj.weight"].T)) @ w[prefix + "mlp.down_proj.weight"].T
         return rms_norm(hidden, w["norm.weight"], self.eps)
+
+    def _read(self, hidden: torch.Tensor, states: torch.Tensor | None, layer: int, place: str) -> torch.Tensor | float:
+        """What a layer reads at a place; 0 where it reads nothing."""
+        reader = self.reader
+        if (
+            reader is None
+            or states is None
+            or reader.inject != place
+            or layer not in reader.reading_layers(self.layers)
+        ):
+            return 0.0
+        index = reader.reading_layers(self.layers).index(layer)
+        return read_states(hidden, states, self.reader_weights, reader, index)
 
     def _draft_rows(self, hidden: torch.Tensor) -> torch.Tensor:
         """The rows of a block that predict: DFlash, and DSpark with a row more than drafts, skip the anchor's."""

@@ -12,6 +12,7 @@ from sglang_ext.carryover.worker import CarryoverDSparkWorker
 from sglang_ext.compat import check_reading_worker, check_state_commit
 from sglang_ext.errors import refusal_ends_process
 from sglang_ext.ready.states import committed_states
+from sglang_ext.settings import oracle_log
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,19 @@ class ReadMixin:
 
 class ReadyDSparkWorker(ReadMixin, DSparkWorkerV2):
     """DSPARK with a reader."""
+
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        """As the mixin; then the debug mode of ``settings``, which a Carryover worker attaches by itself."""
+        super().alloc_memory_pool(*args, **kwargs)
+        if (log := oracle_log()) and get_parallel().tp_rank == 0:
+            from sglang_ext.carryover import oracle
+
+            with refusal_ends_process():
+                oracle.attach(self, log)
+
+    def carry_widths(self) -> tuple[int, int]:
+        """(W, Q): rows of one verify step, rows of one draft block."""
+        return int(self.verify_num_draft_tokens), int(self.query_token_num)
 
 
 class ReadyCarryoverWorker(ReadMixin, CarryoverDSparkWorker):
