@@ -73,25 +73,42 @@ def second_drafts(
 ) -> dict[str, Tensor]:
     """What the second draft of every anchor [A] reads and is supervised on.
 
+    ``features`` is the target (:class:`TargetFeatures`). Returns what :func:`second_blocks` does and, as
+    ``carried_features``, what :func:`carried_features` does.
+    """
+    carried = carried_features(features, inputs, proposals, recorded_rows)
+    return {**second_blocks(inputs, proposals, gamma), "carried_features": carried}
+
+
+def carried_features(
+    features: Any, inputs: dict[str, Tensor], proposals: Tensor, recorded_rows: DynamicCache | None
+) -> Tensor:
+    """The target's features [A, P, K*H] of the first drafts [A, P], each behind its anchor and the drafts before it.
+
+    ``recorded_rows`` holds the target's keys and values of the batch; None for a target with recurrent layers.
+    """
+    rows, drafts = len(inputs["input_ids"]), proposals.shape[1]
+    start, _ = _starts(inputs)
+    each = (features, inputs["input_ids"], start.view(rows, -1), proposals.view(rows, -1, drafts))
+    verified = verify_hybrid_branches(*each) if recorded_rows is None else verify_branches(*each, recorded_rows)
+    return verified.flatten(0, 1)[:, 1:]
+
+
+def second_blocks(inputs: dict[str, Tensor], proposals: Tensor, gamma: float) -> dict[str, Tensor]:
+    """Where the second draft of every anchor [A] starts, what it is supervised on, and which rows it is carried.
+
     Args:
-        features: the target (:class:`TargetFeatures`).
         inputs: a batch of :class:`AnchorBatches`.
         proposals: first drafts [A, P].
         gamma: decay of the position weights.
-        recorded_rows: the target's keys and values of the batch; None for a target with recurrent layers.
 
     Returns:
         ``anchors`` [A] (packed index of the token the round ends with), ``labels`` and ``weights`` [A, P],
-        ``carried_features`` [A, P, K*H], ``carried_positions`` [A, P] and ``carried`` [A, P] bool: rejected rows, all
-        False after full acceptance.
+        ``carried_positions`` [A, P] and ``carried`` [A, P] bool: rejected rows, all False after full acceptance.
     """
     ids, lengths, valid = inputs["input_ids"], inputs["lengths"], inputs["valid"]
-    rows, width = ids.shape
-    drafts = proposals.shape[1]
-    row = torch.arange(rows, device=ids.device).repeat_interleave(valid.shape[0] // rows)
-    start = torch.where(valid, inputs["anchors"] - row * width, 0)
-    each = (features, ids, start.view(rows, -1), proposals.view(rows, -1, drafts))
-    verified = verify_hybrid_branches(*each) if recorded_rows is None else verify_branches(*each, recorded_rows)
+    width, drafts = ids.shape[1], proposals.shape[1]
+    start, row = _starts(inputs)
 
     def recorded(first: Tensor) -> tuple[Tensor, Tensor]:
         """Recorded tokens [A, P] from positions ``first`` [A] on, and which of them exist."""
@@ -109,7 +126,13 @@ def second_drafts(
         "anchors": torch.where(usable, anchor + row * width, 0),
         "labels": labels,
         "weights": weights,
-        "carried_features": verified.flatten(0, 1)[:, 1:],
         "carried_positions": start[:, None] + 1 + torch.arange(drafts, device=ids.device),
         "carried": rejected_mask(accepted + 1, drafts + 1)[:, 1:] & usable[:, None],
     }
+
+
+def _starts(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Position of every anchor [A] in its row, and the row; unused anchors stand at the start."""
+    rows, width = inputs["input_ids"].shape
+    row = torch.arange(rows, device=inputs["anchors"].device).repeat_interleave(inputs["valid"].shape[0] // rows)
+    return torch.where(inputs["valid"], inputs["anchors"] - row * width, 0), row

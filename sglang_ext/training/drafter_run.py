@@ -20,7 +20,7 @@ from sglang_ext.training.drafter_models import DrafterShape, build_drafter, text
 from sglang_ext.training.drafter_trainer import DrafterTrainer
 from sglang_ext.training.drafters import DrafterSettings
 from sglang_ext.training.encode import TokenDataset
-from sglang_ext.training.export import export_drafter
+from sglang_ext.training.export import drafter_weights, export_drafter
 from sglang_ext.training.features import TargetFeatures
 from sglang_ext.training.targets import check_free_space, check_vocabulary, resolve_device
 from sglang_ext.training.targets_model import load_target
@@ -69,6 +69,7 @@ class Stage:
     trainer: Callable[..., DrafterTrainer] = DrafterTrainer
     record: Mapping[str, Any] = field(default_factory=dict)  # kept with the settings, for resume and provenance
     carried_rows: int = 0  # context rows that each block brings along
+    finish: Callable[[Any], None] | None = None  # turns the trained model into the one that is exported
     exported: bool = True  # False: the run is for its held-out figures, nothing can serve its weights
 
 
@@ -117,6 +118,8 @@ def train_stage(settings: DrafterSettings, args: argparse.Namespace, stage: Stag
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if trainer.is_world_process_zero() and stage.exported:
             model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+            if stage.finish is not None:
+                stage.finish(model)
             export_drafter(model, shape, settings.target, args.out, getattr(torch, args.dtype))
         if evaluated is not None:
             trainer.evaluate()
@@ -199,7 +202,7 @@ def _finish(
         {
             "title": f"{args.out.name}: a {stage.label} for {Path(settings.target).name}",
             "command": provenance.command(),
-            "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "parameters": sum(tensor.numel() for tensor in drafter_weights(model).values()),
             **({"weights_sha256": provenance.file_digest(args.out / "model.safetensors")} if stage.exported else {}),
             "training": asdict(settings)
             | dict(stage.record)

@@ -72,6 +72,12 @@ class DrafterTrainer(Trainer):
         return model(**pack(inputs, features, last_hidden))
 
     def evaluate(self, *_args: Any, **_kwargs: Any) -> dict[str, float]:
+        """Log and return :meth:`held_out_figures`."""
+        figures = self.held_out_figures()
+        self.log(dict(figures))
+        return figures
+
+    def held_out_figures(self) -> dict[str, float]:
         """Loss and acceptance on the held-out batches, shared out over the ranks."""
         assert self.heldout is not None
         self.model_wrapped.eval()
@@ -83,7 +89,6 @@ class DrafterTrainer(Trainer):
         figures = self._means("eval_")
         self._sums = kept
         self.model_wrapped.train()
-        self.log(dict(figures))
         return figures
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -21,13 +21,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sglang_ext.checkpoints import CARRYOVER_ARCHITECTURE, CARRYOVER_CONFIG, EMBEDDING
+from sglang_ext.checkpoints import CARRYOVER_ARCHITECTURE, CARRYOVER_CONFIG, EMBEDDING, READY_ARCHITECTURE
 from sglang_ext.drafting import KINDS, Kind
 from sglang_ext.errors import UsageError
+from sglang_ext.ready.config import READER, ReadyConfig
 from sglang_ext.training.drafter_models import DrafterShape, build_drafter, text_config
 
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_TARGETS_OWN = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.")
+_FULL_PRECISION = (f"{READER}.value_down", f"{READER}.key_down")
 _CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
 
 
@@ -63,12 +66,9 @@ def drafter_config(shape: DrafterShape, target: str | Path, dtype: torch.dtype) 
 
 
 def drafter_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The tensors of a drafter by their served names, on the CPU in the model's dtype: all but the target's own.
-
-    An embedding that was kept at zero belongs to a Carryover drafter too.
-    """
+    """The tensors of a drafter by their served names, on the CPU in the model's dtype: all but the target's own."""
     named = model.named_parameters()
-    return {name: p.detach().cpu().contiguous() for name, p in named if p.requires_grad or name == EMBEDDING}
+    return {name: p.detach().cpu().contiguous() for name, p in named if not name.startswith(_TARGETS_OWN)}
 
 
 def export_drafter(
@@ -78,15 +78,24 @@ def export_drafter(
     out: str | Path,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write a served checkpoint into the directory ``out`` (made if missing): weights in ``dtype``, bf16 or fp32."""
+    """Write a served checkpoint into the directory ``out`` (made if missing): weights in ``dtype``, bf16 or fp32.
+
+    A reader's two projections of the state stay fp32, as they are applied to it.
+    """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.to(dtype) for name, tensor in drafter_weights(model).items()}
+    weights = {
+        name: tensor if name in _FULL_PRECISION else tensor.to(dtype) for name, tensor in drafter_weights(model).items()
+    }
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
     config = drafter_config(shape, target, dtype)
     if EMBEDDING in weights:
         config |= {"architectures": [CARRYOVER_ARCHITECTURE[shape.kind]], "carryover_config": CARRYOVER_CONFIG}
+    reader = getattr(model, READER, None)
+    if reader is not None:
+        name = READY_ARCHITECTURE["ready_carryover" if EMBEDDING in weights else "ready"]
+        config |= {"architectures": [name], "ready_config": reader.config.as_json()}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in _TOKENIZER_FILES:
         if (Path(target) / name).is_file():
@@ -127,18 +136,27 @@ def read_shape(drafter: str | Path) -> DrafterShape:
 
 
 def load_drafter(
-    drafter: str | Path, target: str | Path, attention: str = "eager", **build: Any
+    drafter: str | Path,
+    target: str | Path,
+    attention: str = "eager",
+    reader: ReadyConfig | None = None,
+    **build: Any,
 ) -> tuple[Any, DrafterShape]:
     """A served checkpoint as a trainable fp32 model, with its shape; UsageError when the weights do not fit it.
 
-    ``build`` goes to :func:`build_drafter`. A stock drafter loaded into a Carryover class starts with a zero embedding.
+    ``build`` goes to :func:`build_drafter`. A stock drafter loaded into a Carryover class starts with a zero embedding,
+    and with ``reader`` (for the classes of ``ready_models``) one that has no reader starts with a fresh one.
     """
     shape = read_shape(drafter)
     model = build_drafter(shape, target, attention, **build)
+    if reader is not None:
+        model.add_reader(reader)
     weights = load_file(Path(drafter) / "model.safetensors")
-    if hasattr(model, EMBEDDING):
-        weights.setdefault(EMBEDDING, torch.zeros_like(getattr(model, EMBEDDING)))
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    own = drafter_weights(model)
+    for name, tensor in own.items():
+        if name == EMBEDDING or name.startswith(f"{READER}."):
+            weights.setdefault(name, tensor)
+    wanted = {name: tuple(tensor.shape) for name, tensor in own.items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if wanted != found:
         wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))

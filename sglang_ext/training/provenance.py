@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("torch", "transformers", "speculators", "flash-linear-attention", "tokenizers", "triton")
+_PACKAGES = ("torch", "transformers", "speculators", "peft", "flash-linear-attention", "tokenizers", "triton")
 
 
 def environment() -> dict[str, str]:
