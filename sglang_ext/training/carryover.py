@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"{args.drafter} has a {contract.markov_head} Markov head; only the vanilla one is trained here."
         )
+    if contract.reads:
+        raise UsageError(f"{args.drafter} has a reader of states; use train ready --tune lora --carry on instead.")
     train(args)
     return 0
 

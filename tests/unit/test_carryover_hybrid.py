@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from test_carryover_training import GAMMA, stage, with_some_recorded
 
 from sglang_ext.checkpoints import check, read_contract, read_target
+from sglang_ext.errors import UsageError
+from sglang_ext.ready.config import ReadyConfig
 from sglang_ext.training import carryover
 from sglang_ext.training.batches import AnchorBatches
 from sglang_ext.training.carryover_trainer import second_drafts
@@ -19,6 +21,7 @@ from sglang_ext.training.drafter_models import build_drafter
 from sglang_ext.training.encode import TokenDataset
 from sglang_ext.training.export import export_drafter
 from sglang_ext.training.features import TargetFeatures
+from sglang_ext.training.ready_models import ReadingDSpark
 from sglang_ext.training.targets_model import load_target
 
 
@@ -60,3 +63,11 @@ def test_the_stage_learns_on_a_hybrid_target_and_exports(target_path: Path, tmp_
     assert contract.method == "carryover"
     assert load_file(tmp_path / "out" / "model.safetensors")["carryover_embedding"].abs().max() > 0
     assert carryover.run(stage(target_path, tmp_path / "out", tokens, tmp_path / "more", "--steps", "1")) == 0
+
+
+def test_a_drafter_with_a_reader_is_sent_to_its_own_stage(target_path: Path, tmp_path: Path) -> None:
+    model = build_drafter(hybrid_shape(), target_path, model_class=ReadingDSpark)
+    model.add_reader(ReadyConfig(source_layers=(3,), value_heads=4, value_dim=12, key_dim=8))
+    export_drafter(model, hybrid_shape(), target_path, tmp_path / "base", torch.float32)
+    with pytest.raises(UsageError, match="has a reader of states; use train ready"):
+        carryover.run(stage(target_path, tmp_path / "base", tmp_path, tmp_path / "out"))

@@ -13,6 +13,7 @@ import torch
 from drafter_fixtures import MASK, make_target, make_tokens
 from hybrid_fixtures import LAYERS, hybrid_shape, make_hybrid_target
 from safetensors.torch import load_file
+from test_carryover_training import with_some_recorded
 
 from sglang_ext.carryover.reference import ReferenceDrafter
 from sglang_ext.checkpoints import check, read_contract, read_target
@@ -290,6 +291,47 @@ def test_a_reader_on_top_of_carryover_trains_in_rounds_and_keeps_the_embedding(
     assert torch.equal(kept["rounds"][0], embedding) and torch.equal(kept["plain"][0], embedding)
     assert not torch.equal(kept["joint"][0], embedding)  # LoRA trains it too
     assert kept["rounds"][1][0] == kept["joint"][1][0] != kept["plain"][1][0]  # rounds start from second drafts
+
+
+def test_second_drafts_read_the_state_at_the_anchor_the_round_leads_to(
+    target_path: Path, base: Path, features: TargetFeatures, data: Path, tmp_path: Path
+) -> None:
+    """Carried rows and states together: the trained block is the reference drafter's after this very round."""
+    trainer = launch(
+        stage(target_path, base, data, tmp_path / "out", "--tune", "lora", "--carry", "on", "--steps", "1")
+    )
+    model, trainer.features = trainer.model, features
+    with torch.no_grad():
+        model.carryover_embedding.normal_(std=2.0)
+        model.state_reader.reads[0].out.normal_(std=0.3)
+    export_drafter(model, hybrid_shape(), target_path, tmp_path / "drafter", torch.float32)
+    reference = ReferenceDrafter(tmp_path / "drafter", target_path)
+    inputs = trainer.train_dataset[0]
+    calls: list[dict[str, torch.Tensor]] = []
+    drafted: list[torch.Tensor] = []
+    blocks, forward = model.blocks, model.forward
+    model.blocks = lambda **call: drafted.append(blocks(**call)[0]) or blocks(**call)
+    model.forward = lambda **call: calls.append(call) or forward(**call)
+    model.propose = lambda **call: with_some_recorded(inputs, type(model).propose(model, **call))
+    trainer.run_batch(model, inputs)
+    call, width = calls[-1], inputs["input_ids"].shape[1]
+    captured, _ = features(inputs["input_ids"])
+    rounds, sources = set(), model.state_reader.config.source_layers
+    for index in (call["weights"][:, 0] > 0).nonzero()[::3, 0].tolist():
+        row, anchor = divmod(int(call["anchors"][index]), width)
+        ids, carried = inputs["input_ids"][row], call["carried"][index]
+        cache = features.model(input_ids=ids[None, :anchor], use_cache=True).past_key_values
+        committed = torch.stack([cache.layers[i].recurrent_states[0][0] for i in sources])
+        assert reference.embedding is not None
+        context = reference.context(
+            torch.cat([captured[row, :anchor], call["carried_features"][index][carried] + reference.embedding]),
+            torch.cat([torch.arange(anchor), call["carried_positions"][index][carried]]),
+        )
+        tokens = torch.tensor([int(ids[anchor])] + [MASK] * 3)
+        expected = reference.block(context, tokens, torch.arange(anchor, anchor + 4), value_key_order(committed))
+        assert (drafted[-1][index] - expected).abs().max() < 1e-5 * max(1.0, float(expected.abs().max()))
+        rounds.add(int(carried.sum()))
+    assert rounds >= {0, 4}  # full acceptance, and nothing accepted
 
 
 def test_a_killed_run_goes_on_with_the_same_weights(target_path: Path, base: Path, data: Path, tmp_path: Path) -> None:
