@@ -2,16 +2,19 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo loadtest-demo test lint clean
 
 help: ## What can be made
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
 
 setup:  ## Make .venv (quick when it is up to date)
 	@$(PYTHON) scripts/bootstrap.py
 
 demo: setup ## The real server on the reference models: plain decoding, DSPARK, CARRYOVER_DSPARK
 	@$(RUN) -m sglang_ext.demo
+
+loadtest-demo: setup ## A load test of the same three methods with its report, build/loadtest/index.html
+	@$(RUN) -m sglang_ext_loadtest.demo
 
 test: setup ## All tests (about 15 minutes on two cores)
 	@$(RUN) -m pytest

@@ -1,0 +1,176 @@
+"""``sglang-ext-loadtest``: which method decodes fastest at which concurrency, measured through the front door."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_ext import __version__
+from sglang_ext.errors import UsageError
+from sglang_ext.evaluation.servers import interrupt_on_terminate
+from sglang_ext_loadtest import report, results, settings, workload
+from sglang_ext_loadtest.gates import Gate
+from sglang_ext_loadtest.runner import Runner, schedule, search
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0, or 1 for a failed gate or an invalid cell, 2 for wrong use, 130 when interrupted."""
+    args = parser().parse_args(argv)
+    interrupt_on_terminate()
+    try:
+        return int(args.run(args))
+    except UsageError as error:
+        print(f"sglang-ext-loadtest: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="sglang-ext-loadtest", description=__doc__, allow_abbrev=False)
+    top.add_argument("--version", action="version", version=f"sglang-ext-loadtest {__version__}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+
+    command = commands.add_parser("run", help="one endpoint up a ladder of concurrencies, without a file")
+    command.add_argument("url", help="http://HOST:PORT of the endpoint")
+    command.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts")
+    command.add_argument("--per-category", type=int, help="prompts of each category")
+    command.add_argument("--concurrency", type=int, nargs="+", default=list(settings.LADDER), help="the ladder")
+    command.add_argument("--repeats", type=int, default=3)
+    command.add_argument("--max-tokens", type=int, default=256)
+    command.add_argument("--temperature", type=float, default=0.0)
+    command.add_argument("--workers", type=int, default=1, help="Locust worker processes")
+    command.add_argument("--model", help="default: the first that the endpoint lists")
+    command.add_argument("--tokenizer", help="tokenizer.json, for servers without continuous usage")
+    command.add_argument(
+        "--gate", action="append", default=[], help="condition for exit code 0, such as *:error_rate<=0"
+    )
+    _out(command)
+    command.set_defaults(run=_run)
+
+    command = commands.add_parser("sweep", help="methods x concurrencies x repeats, as a TOML file says")
+    command.add_argument("file", type=Path, help="the sweep")
+    _out(command)
+    command.set_defaults(run=lambda args: measure(settings.read_sweep(args.file), args.out))
+
+    command = commands.add_parser("search", help="the highest concurrency at which each method meets the SLO")
+    command.add_argument("file", type=Path, help="the sweep; its ladder is not used")
+    command.add_argument("--most", type=int, default=256, help="no more users than this")
+    _out(command)
+    command.set_defaults(run=_search)
+
+    command = commands.add_parser("report", help="write index.html anew from results.json")
+    command.add_argument("results", type=Path)
+    command.set_defaults(run=_report)
+
+    command = commands.add_parser("compare", help="two runs, cell by cell")
+    command.add_argument("before", type=Path, help="results.json, or its directory")
+    command.add_argument("after", type=Path)
+    command.add_argument("--out", type=Path, default=Path("build/loadtest/compare.html"))
+    command.set_defaults(run=_compare)
+    return top
+
+
+def measure(sweep: settings.Sweep, out: Path) -> int:
+    """Run a whole sweep and write everything; what was measured is written also when it is interrupted."""
+    _check(sweep)
+    cells: list[dict[str, Any]] = []
+    slots = schedule(sweep)
+    code = 0
+    with Runner(sweep, out, _say) as runner:
+        try:
+            for cell in runner.run(slots):
+                cells.append(cell)
+        except KeyboardInterrupt:
+            _say(f"Interrupted after {len(cells)} of {len(slots)} cells; the report holds what was measured.")
+            code = 130
+    finished = _finish(sweep, cells, runner.about, out)
+    return code or finished
+
+
+def _run(args: argparse.Namespace) -> int:
+    sweep = settings.Sweep(
+        methods=(settings.Method("endpoint", url=args.url, model=args.model),),
+        title=f"Load test of {args.url}",
+        workload=settings.Workload(paths=tuple(args.prompts), per_category=args.per_category),
+        requests=settings.Requests(max_tokens=args.max_tokens, temperature=args.temperature, tokenizer=args.tokenizer),
+        load=settings.Load(concurrency=tuple(args.concurrency), repeats=args.repeats, workers=args.workers),
+        gates=tuple(args.gate),
+    )
+    return measure(sweep, args.out)
+
+
+def _search(args: argparse.Namespace) -> int:
+    sweep = settings.read_sweep(args.file)
+    if not sweep.slo.any or sweep.load.arrivals:
+        raise UsageError(
+            "A search needs a closed loop and limits to search under; set ttft_ms, tpot_ms or e2e_ms in [slo]."
+        )
+    _check(sweep)
+    with Runner(sweep, args.out, _say) as runner:
+        found = search(runner, args.most)
+    cells = [cell for entry in found.values() for cell in entry.pop("cells")]
+    for name, entry in found.items():
+        limit = "the most tried" if entry["failed"] is None else f"{entry['failed']} missed the SLO"
+        _say(f"{name}: {entry['highest']} concurrent requests meet the SLO ({limit}).")
+    return _finish(sweep, cells, runner.about, args.out, found)
+
+
+def _finish(
+    sweep: settings.Sweep,
+    cells: list[dict[str, Any]],
+    about: dict[str, Any],
+    out: Path,
+    found: dict[str, Any] | None = None,
+) -> int:
+    document = results.document(sweep, cells, about, found)
+    results.write(out, document)
+    report.write(out / "index.html", document, sweep)
+    for sentence in document["summary"]["answer"]:
+        _say(sentence)
+    for failure in document["summary"]["gate_failures"]:
+        _say(f"gate failed: {failure}")
+    _say(f"{out / 'index.html'}, {out / results.RESULTS}")
+    return 0 if document["summary"]["passed"] else 1
+
+
+def _report(args: argparse.Namespace) -> int:
+    document, sweep = results.read(args.results)
+    folder = args.results if args.results.is_dir() else args.results.parent
+    report.write(folder / "index.html", document, sweep)
+    _say(f"{folder / 'index.html'}")
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    (before, sweep), (after, _) = results.read(args.before), results.read(args.after)
+    for line in report.write_comparison(args.out, before, after, sweep):
+        _say(line)
+    _say(f"{args.out}")
+    return 0
+
+
+def _check(sweep: settings.Sweep) -> None:
+    """What can be known before the first request."""
+    for text in sweep.gates:
+        Gate.parse(text)
+    settings.check_sweep(sweep)
+    found = workload.load(sweep.workload, sweep.load.seed)
+    for sentence in found.broken:
+        _say(f"left out: {sentence}")
+    if sweep.load.seconds is None and sweep.load.arrivals is None and sweep.load.requests is None:
+        _say(f"{len(found.prompts)} prompts, each once per cell")
+
+
+def _out(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--out", type=Path, default=Path("build/loadtest"), help="directory of report and results")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

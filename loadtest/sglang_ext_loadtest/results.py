@@ -1,0 +1,112 @@
+"""``results.json`` and the CSV files of a run."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from sglang_ext import __version__
+from sglang_ext.errors import UsageError
+from sglang_ext_loadtest import summary, workload
+from sglang_ext_loadtest.settings import Sweep, parse
+
+SCHEMA = 1
+RESULTS = "results.json"
+FLAT = ("ttft_ms", "tpot_ms", "itl_ms", "chunk_ms", "e2e_ms", "send_lag_ms")
+
+
+def document(
+    sweep: Sweep, cells: Sequence[dict[str, Any]], about: dict[str, Any], search: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Everything about a run: settings, environment, cells, and what they come to."""
+    prompts = workload.load(sweep.workload, sweep.load.seed)
+    digest = hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts.prompts]).encode())
+    return {
+        "schema": SCHEMA,
+        "title": sweep.title,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "generator": {
+            "sglang_ext": __version__,
+            "locust": version("locust"),
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "cpus": os.cpu_count(),
+        },
+        "prompts": {
+            "count": len(prompts.prompts),
+            "categories": sorted({prompt.category for prompt in prompts.prompts}),
+            "languages": sorted({prompt.language or "not stated" for prompt in prompts.prompts}),
+            "broken": prompts.broken,
+            "sha256": digest.hexdigest(),
+        },
+        "sweep": asdict(sweep),
+        "methods": about,
+        "summary": summary.summarize(sweep, cells),
+        "search": search,
+        "cells": list(cells),
+    }
+
+
+def write(out: Path, results: dict[str, Any]) -> None:
+    """``results.json``, ``cells.csv`` and ``requests.csv`` in a directory, each whole or not at all."""
+    out.mkdir(parents=True, exist_ok=True)
+    _whole(out / RESULTS, json.dumps(results, indent=1) + "\n")
+    _table(out / "cells.csv", [_flat(cell) for cell in results["cells"]])
+    keys = ("method", "level", "repeat")
+    rows = [{key: cell[key] for key in keys} | row for cell in results["cells"] for row in cell["rows"]]
+    _table(out / "requests.csv", rows)
+
+
+def read(path: Path) -> tuple[dict[str, Any], Sweep]:
+    """The results in a file or in a directory, and their sweep.
+
+    Raises:
+        UsageError: there are none, or another version wrote them.
+    """
+    file = path / RESULTS if path.is_dir() else path
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))
+        schema = results["schema"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"There are no results at {file} ({error}); give the output directory of a run.") from None
+    if schema != SCHEMA:
+        raise UsageError(f"{file} has schema {schema}, this version reads {SCHEMA}; run the sweep again.")
+    return results, parse(Sweep, results["sweep"], f"{file}: sweep")
+
+
+def _flat(cell: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {key: cell.get(key) for key in ("method", "level", "repeat", "started")}
+    flat |= {"measured": cell["requests"]["measured"], "ok": cell["requests"]["ok"]}
+    flat |= cell.get("throughput") or {}
+    for name in FLAT:
+        flat |= {f"{name}_{key}": value for key, value in (cell.get(name) or {}).items()}
+    flat["acceptance_length"] = (cell.get("acceptance") or {}).get("length")
+    flat["goodput_share"] = (cell.get("goodput") or {}).get("share")
+    return flat | {"invalid": " ".join(cell["invalid"]), "warnings": " ".join(cell["warnings"])}
+
+
+def _table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+    partial.replace(path)
+
+
+def _whole(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

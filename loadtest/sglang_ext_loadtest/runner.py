@@ -1,0 +1,277 @@
+"""A sweep: cells in an interleaved order, each one Locust run, on endpoints that are up or that it starts itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.errors import UsageError
+from sglang_ext.evaluation.servers import free_port, serving
+from sglang_ext_loadtest import figures
+from sglang_ext_loadtest.collector import RECORDS, RUN
+from sglang_ext_loadtest.records import ERRORS, MEASURE, Record, RequestError
+from sglang_ext_loadtest.server import Endpoint, Gauges, cross_check
+from sglang_ext_loadtest.settings import Method, Plan, Sweep
+
+LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+GRACE_SECONDS = 60.0  # for Locust to start and to end, on top of a step's own limit
+SETTLE_SECONDS = 2.0  # for the server's counters to take in the last request
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One cell to measure."""
+
+    method: Method
+    level: float  # users of a closed loop, or requests per second
+    repeat: int
+
+
+def levels(sweep: Sweep) -> tuple[float, ...]:
+    """The ladder: concurrencies, or rates of an open loop (0 stands for a trace's own)."""
+    load = sweep.load
+    if load.arrivals is None:
+        return tuple(float(step) for step in load.concurrency)
+    return (0.0,) if load.arrivals == "trace" else load.rates
+
+
+def schedule(sweep: Sweep) -> list[Slot]:
+    """Every cell, interleaved so that a drift of the machine does not fall on one method.
+
+    Endpoints that are all up take turns at each level, in a new random order each time. Where servers have to be
+    started, one at a time, whole ladders take turns, and the order of the methods is reversed from repeat to repeat:
+    the last server of one repeat is the first of the next.
+    """
+    source = random.Random(sweep.load.seed)
+    slots = []
+    started = any(method.serve for method in sweep.methods)
+    for repeat in range(sweep.load.repeats):
+        methods = list(sweep.methods if repeat % 2 == 0 else reversed(sweep.methods))
+        if started:
+            for method in methods:
+                slots += [Slot(method, level, repeat) for level in _shuffled(levels(sweep), source)]
+        else:
+            for level in _shuffled(levels(sweep), source):
+                slots += [Slot(method, level, repeat) for method in _shuffled(methods, source)]
+    return slots
+
+
+class Runner:
+    """Runs cells of a sweep.
+
+    Args:
+        sweep: what to do.
+        out: directory; each cell's plan, records and log go to ``cells/`` in it.
+        say: called with one line of progress at a time.
+    """
+
+    def __init__(self, sweep: Sweep, out: Path, say: Callable[[str], None]) -> None:
+        self.sweep, self.out, self.say = sweep, out, say
+        self.about: dict[str, dict[str, Any]] = {}  # what each method's server says about itself
+        self.broken: list[str] = []  # prompts that could not be read
+        self._stack = contextlib.ExitStack()
+        self._up: tuple[Method, Endpoint, str] | None = None
+        self._dead: dict[str, UsageError] = {}  # servers that could not be started
+        self._api_key = os.environ.get(sweep.requests.api_key_env)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, slots: Sequence[Slot]) -> Iterator[dict[str, Any]]:
+        """Measure cells one after the other; a cell that cannot be measured comes out invalid, with the reason."""
+        for number, slot in enumerate(slots, start=1):
+            where = f"[{number}/{len(slots)}] {slot.method.name} at {slot.level:g}, repeat {slot.repeat + 1}"
+            try:
+                endpoint, model = self._endpoint(slot.method)
+            except (RequestError, UsageError) as error:
+                cell = self._unmeasured(slot, error)
+            else:
+                cell = self._cell(slot, endpoint, model)
+            self.say(f"{where}: {_line(cell)}")
+            yield cell
+
+    def _endpoint(self, method: Method) -> tuple[Endpoint, str]:
+        if self._up is not None and self._up[0] == method:
+            return self._up[1:]
+        self._stack.close()
+        self._up = None
+        if method.name in self._dead:
+            raise self._dead[method.name]
+        url = method.url
+        if url is None:
+            port = free_port()
+            log = self.out / "servers" / f"{_slug(method.name)}.log"
+            self.say(f"starting {method.name}")
+            try:
+                self._stack.enter_context(serving(method.serve, port=port, log=log))
+            except UsageError as error:
+                self._dead[method.name] = error
+                raise
+            url = f"http://127.0.0.1:{port}"
+        endpoint = Endpoint(url, self._api_key)
+        model = endpoint.model(method.model)
+        self.about.setdefault(
+            method.name, {"url": method.url, "serve": method.serve, "model": model} | endpoint.about()
+        )
+        self._up = (method, endpoint, model)
+        return endpoint, model
+
+    def _cell(self, slot: Slot, endpoint: Endpoint, model: str) -> dict[str, Any]:
+        name = f"{_slug(slot.method.name)}-{slot.level:g}-{slot.repeat + 1}"
+        place = self.out / "cells" / name
+        plan = self._plan(slot, endpoint, model, place)
+        flushed = endpoint.flush() if self.sweep.load.flush_cache else None
+        before = endpoint.metrics()
+        started = datetime.now(UTC)
+        with Gauges(endpoint) as gauges:
+            failure = self._locust(plan, place)
+        records, run = _read(place)
+        if failure:
+            run["halted"] = failure
+        self.broken = run.get("broken_prompts", self.broken)
+        cell = figures.cell(records, plan.load, self.sweep.slo, run)
+        return cell | {
+            "method": slot.method.name,
+            "level": slot.level,
+            "repeat": slot.repeat,
+            "started": started.isoformat(timespec="seconds"),
+            "cache_flushed": flushed,
+            "cross_check": _settled(endpoint, before, figures.totals(records)),
+            "server": gauges.summary(),
+            "rows": [figures.row(record) for record in records if record.phase == MEASURE],
+        }
+
+    def _plan(self, slot: Slot, endpoint: Endpoint, model: str, place: Path) -> Plan:
+        load = self.sweep.load
+        if load.arrivals is None:
+            users = int(slot.level)
+            load = replace(load, concurrency=(users,), workers=min(load.workers, users))
+        else:
+            load = replace(load, rates=(slot.level,))
+        return Plan(endpoint.url, model, self.sweep.workload, self.sweep.requests, load, str(place))
+
+    def _locust(self, plan: Plan, place: Path) -> str | None:
+        """Run Locust on a plan; the reason if it did not come to its end."""
+        place.mkdir(parents=True, exist_ok=True)
+        for name in (RECORDS, RUN):
+            (place / name).unlink(missing_ok=True)
+        (place / "plan.json").write_text(json.dumps(asdict(plan), indent=1) + "\n", encoding="utf-8")
+        command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary"]
+        command += ["--loglevel", "WARNING", "--exit-code-on-error", "0", "--plan", str(place / "plan.json")]
+        if plan.load.workers > 1:
+            command += ["--processes", str(plan.load.workers)]
+        limit = plan.load.stop_seconds + plan.requests.timeout_s + GRACE_SECONDS
+        with (place / "locust.log").open("wb") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                return f"the load generator did not end within {limit:.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return None if code == 0 else f"the load generator ended with code {code}; read {place / 'locust.log'}"
+
+    def _unmeasured(self, slot: Slot, error: RequestError | UsageError) -> dict[str, Any]:
+        kind = error.kind if isinstance(error, RequestError) else "connect"
+        problem = error.detail if isinstance(error, RequestError) else str(error)
+        run = {"halted": f"{ERRORS[kind]} ({problem.rstrip('.')})", "workers": []}
+        cell = figures.cell([], self.sweep.load, self.sweep.slo, run)
+        cell["requests"]["errors"] = {kind: {"count": 1, "example": problem}}
+        self.about.setdefault(slot.method.name, {"url": slot.method.url, "serve": slot.method.serve})
+        return cell | {"method": slot.method.name, "level": slot.level, "repeat": slot.repeat, "rows": []}
+
+
+def _settled(endpoint: Endpoint, before: dict[str, float], totals: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """The cross-check, once the counters agree or have had their time."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        checks = cross_check(before, endpoint.metrics(), *totals)
+        if all(check["agrees"] for check in checks) or time.monotonic() > deadline:
+            return checks
+        time.sleep(0.25)
+
+
+def _read(place: Path) -> tuple[list[Record], dict[str, Any]]:
+    records = []
+    with contextlib.suppress(OSError):
+        for line in (place / RECORDS).read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):  # the last line of a generator that was killed
+                records.append(Record.from_dict(json.loads(line)))
+    try:
+        return records, json.loads((place / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return records, {"halted": "the load generator left no result", "workers": []}
+
+
+def _line(cell: dict[str, Any]) -> str:
+    """A cell in one line."""
+    if cell["invalid"]:
+        return f"INVALID. {' '.join(cell['invalid'])}"
+    parts = [f"{cell['requests']['ok']} requests", f"{cell['throughput']['output_tok_s']:.1f} tok/s"]
+    parts.append(f"TTFT p50 {cell['ttft_ms']['p50']:.0f} ms")
+    if cell["tpot_ms"]:
+        parts.append(f"TPOT p50 {cell['tpot_ms']['p50']:.1f} ms")
+    if cell["acceptance"]:
+        parts.append(f"acceptance length {cell['acceptance']['length']:.2f}")
+    return ", ".join(parts)
+
+
+def _shuffled(values: Sequence[Any], source: random.Random) -> list[Any]:
+    return source.sample(list(values), len(values))
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower() or "method"
+
+
+def search(runner: Runner, most: int) -> dict[str, Any]:
+    """The highest concurrency at which each method meets the SLO, by doubling and then halving the gap.
+
+    Returns:
+        By method: ``highest`` (0 when even one user is too many), ``failed`` (the lowest that was tried and missed it,
+        None when ``most`` met it), and the cells in the order they were measured.
+    """
+    found: dict[str, Any] = {}
+    for method in runner.sweep.methods:
+        cells: list[dict[str, Any]] = []
+
+        def meets(level: int, method: Method = method, cells: list[dict[str, Any]] = cells) -> bool:
+            cell = next(iter(runner.run([Slot(method, float(level), 0)])))
+            cells.append(cell)
+            return not cell["invalid"] and cell["goodput"]["share"] >= runner.sweep.slo.attainment
+
+        good, bad, level = 0, None, 1
+        while bad is None and level <= most:
+            if meets(level):
+                good = level
+                level = min(2 * level, most) if level < most else most + 1
+            else:
+                bad = level
+        while bad is not None and bad - good > max(1, math.floor(0.05 * good)):
+            middle = (good + bad) // 2
+            if meets(middle):
+                good = middle
+            else:
+                bad = middle
+        found[method.name] = {"highest": good, "failed": bad, "cells": cells}
+    return found
