@@ -109,9 +109,13 @@ class ReadyConfig:
     @classmethod
     def for_target(cls, target: RecurrentShape, **settings: Any) -> ReadyConfig:
         """For a target's states; settings left out (or None) keep their defaults, the sources ``default_sources``."""
-        given = {name: value for name, value in settings.items() if value is not None}
+        given = {
+            "source_layers": list(target.default_sources()),
+            "rank_k": min(DEFAULT_RANK, target.key_dim),
+            "rank_v": min(DEFAULT_RANK, target.value_dim),
+        } | {name: value for name, value in settings.items() if value is not None}
         shape = {"value_heads": target.value_heads, "value_dim": target.value_dim, "key_dim": target.key_dim}
-        config = cls.of({"source_layers": list(target.default_sources()), **given, **shape})
+        config = cls.of({**given, **shape})
         if problems := config.target_problems(target):
             raise UsageError(problems[0])
         return config
