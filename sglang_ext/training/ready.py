@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state-dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of the states in memory (default: %(default)s)",
+        help="of the captured states (default: %(default)s)",
     )
     add("--lora-rank", type=int, default=16, help="default: %(default)s")
     add("--lora-alpha", type=int, default=32, help="scale of the adapters times their rank (default: %(default)s)")
@@ -166,8 +166,9 @@ def train(args: argparse.Namespace, reader: ReadyConfig | None, carry: bool) -> 
     if reader is not None:
         rows = shape.block.drafts + 1
         source = StateSource(reader.source_layers, rows, args.state, getattr(torch, args.state_dtype))
-    record = {"drafter": str(args.drafter), "tune": args.tune, "carry": "on" if carry else "off"}
-    record |= {"reader": reader.as_json(), "state": args.state} if reader is not None else {"reader": "off"}
+    record: dict[str, Any] = {"drafter": str(args.drafter), "tune": args.tune, "carry": "on" if carry else "off"}
+    record["reader"] = "off" if reader is None else reader.as_json()
+    record |= {"state": args.state, "state_dtype": args.state_dtype} if reader is not None else {}
     record |= {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha} if args.tune == "lora" else {}
     stage = Stage(
         label=f"dspark drafter {'with' if reader is not None else 'without'} a reader",
