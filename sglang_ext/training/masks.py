@@ -2,9 +2,9 @@
 
 A block belongs to an anchor of a packed sequence and sees the anchor's document before it, its own rows, and in
 Carryover training its own carried rows. That holds for draft blocks, and for the branches that the target verifies,
-which are causal inside. The rule is the library's (``speculators`` models/dflash/attention.py). The generic
-``create_block_mask`` would evaluate it for every pair of a query and a key, billions a step; since it is known where a
-block's keys lie, the sparse structure is written down directly.
+which are causal inside. It is the rule of ``speculators`` models/dflash/attention.py (a test compares the two), written
+as intervals: the library's form costs ten times the attention itself in the compiled kernel, and its generic
+construction evaluates the rule for every pair of a query and a key, billions a step.
 """
 
 from __future__ import annotations
@@ -14,59 +14,69 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from speculators.models.dflash.attention import create_anchor_block_mask_mod
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_mask, or_masks
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 TILE = 128  # rows and columns of a flex attention tile
 
 
 @dataclass(frozen=True)
 class BlockRule:
-    """Visibility of ``keys`` keys to ``queries`` rows in blocks of ``block_size``.
+    """Query row q sees key k when k lies in one of its ``spans``, intervals (first [Q], end [Q])."""
 
-    ``spans`` are intervals of keys, (first [A], end [A]) each; what block j may see lies inside the j-th ones.
-    """
-
-    visible: Callable[..., Any]  # flex attention's mask_mod: (batch, head, query, key) -> bool
-    queries: int
     keys: int
-    block_size: int
     spans: tuple[tuple[Tensor, Tensor], ...]
+
+    @property
+    def queries(self) -> int:
+        """Number of query rows Q."""
+        return self.spans[0][0].shape[0]
+
+    @property
+    def visible(self) -> Callable[[Any, Any, Tensor, Tensor], Tensor]:
+        """The rule as flex attention asks it: (batch, head, query, key) -> bool, for broadcastable row numbers."""
+        (head, tail), *more = self.spans
+
+        def visible(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
+            seen = (key >= head[query]) & (key < tail[query])
+            for first, end in more:
+                seen = seen | ((key >= first[query]) & (key < end[query]))
+            return seen
+
+        return visible
 
 
 def anchored_blocks(document_ids: Tensor, anchors: Tensor, block_size: int, causal: bool = False) -> BlockRule:
-    """Blocks at ``anchors`` [A] of a packed sequence with ``document_ids`` [T] (-1: padding).
+    """Blocks at ``anchors`` [A] of a packed sequence with ``document_ids`` [T], each document in one piece.
 
     Keys are the T packed rows, then all block rows. Inside a block every row sees every other, or with ``causal``
     those up to itself.
     """
     total, device = document_ids.shape[0], anchors.device
-    # A window as wide as the sequence leaves the prefix whole; the library orders rows causally only with a window.
-    order = {"sliding_window": total, "sliding_window_non_causal": False} if causal else {}
-    visible, queries, keys = create_anchor_block_mask_mod(
-        document_ids=document_ids, total_seq_len=total, anchor_positions=anchors, block_size=block_size, **order
-    )
-    place = torch.arange(total, device=device)
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[1:] = document_ids[1:] != document_ids[:-1]
-    first = torch.where(begins, place, 0).cummax(0).values[anchors]
-    own = total + torch.arange(anchors.shape[0], device=device) * block_size
-    return BlockRule(visible, queries, keys, block_size, ((first, anchors), (own, own + block_size)))
+    begin = torch.where(begins, torch.arange(total, device=device), 0).cummax(0).values[anchors]
+    row = torch.arange(anchors.shape[0] * block_size, device=device)
+    own = total + row // block_size * block_size
+    end = total + row + 1 if causal else own + block_size
+    prefix = (begin.repeat_interleave(block_size), anchors.repeat_interleave(block_size))
+    return BlockRule(total + row.shape[0], (_span(*prefix), _span(own, end)))
 
 
 def with_own_rows(rule: BlockRule, first: int, visible: Tensor) -> BlockRule:
-    """Let block j also see those of the C keys from ``first + j * C`` on for which ``visible`` [A, C] holds."""
+    """Let block j also see those of the C keys from ``first + j * C`` on for which ``visible`` [A, C] holds.
+
+    The visible rows of a block are neighbours (``carryover.rows.rejected_mask``).
+    """
     blocks, each = visible.shape
-    flat, size = visible.reshape(-1), rule.block_size
+    begin = first + torch.arange(blocks, device=visible.device) * each + (~visible).long().cumprod(1).sum(1)
+    size = rule.queries // blocks
+    span = _span(begin.repeat_interleave(size), (begin + visible.sum(1)).repeat_interleave(size))
+    return replace(rule, spans=(*rule.spans, span))
 
-    def own(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
-        row = torch.clamp(key - first, 0, blocks * each - 1)
-        inside = (key >= first) & (key < first + blocks * each)
-        return inside & (row // each == query // size) & flat[row]
 
-    start = first + torch.arange(blocks, device=visible.device) * each
-    return replace(rule, visible=or_masks(rule.visible, own), spans=(*rule.spans, (start, start + each)))
+def _span(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    return first.int(), end.int()  # the kernel holds them in registers
 
 
 def dense_mask(rule: BlockRule, device: Any) -> Tensor:
@@ -75,23 +85,27 @@ def dense_mask(rule: BlockRule, device: Any) -> Tensor:
 
 
 def flex_mask(rule: BlockRule) -> BlockMask:
-    """Block-sparse mask: every tile that a span touches, the rule itself decides inside it."""
+    """Block-sparse mask: tiles that lie in a span of all their rows are full, others that one touches are partial."""
     device = rule.spans[0][0].device
-    edge = torch.arange(-(-rule.keys // TILE), device=device) * TILE
-    touched = torch.zeros(len(rule.spans[0][0]), len(edge), dtype=torch.bool, device=device)
+    edge = torch.arange(-(-rule.keys // TILE), device=device, dtype=torch.int32) * TILE
+    touched = torch.zeros(-(-rule.queries // TILE) * TILE, len(edge), dtype=torch.bool, device=device)
+    covered = torch.zeros_like(touched)
     for first, end in rule.spans:
-        touched |= (edge < end[:, None]) & (edge + TILE > first[:, None]) & (end > first)[:, None]
-    row = torch.arange(touched.shape[0], device=device) * rule.block_size
-    tiles = torch.zeros(-(-rule.queries // TILE), len(edge), dtype=torch.int32, device=device)
-    # The tiles of a block's first to last row; a block longer than a tile reaches every one between them.
-    for offset in [*range(0, rule.block_size, TILE), rule.block_size - 1]:
-        tiles.index_add_(0, (row + offset) // TILE, touched.int())
-    used = (tiles > 0).int()
-    indices = used.argsort(dim=1, descending=True, stable=True).int()
+        first, end = first[:, None], end[:, None]
+        touched[: rule.queries] |= (edge < end) & (edge + TILE > first) & (end > first)
+        covered[: rule.queries] |= (edge >= first) & (edge + TILE <= end)
+    full = covered.view(-1, TILE, len(edge)).all(1)
+    partial = touched.view(-1, TILE, len(edge)).any(1) & ~full
     return BlockMask.from_kv_blocks(
-        used.sum(1, dtype=torch.int32)[None, None],
-        indices[None, None],
+        *_listed(partial),
+        *_listed(full),
         BLOCK_SIZE=TILE,
         mask_mod=rule.visible,
         seq_lengths=(rule.queries, rule.keys),
     )
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Count and column numbers [1, 1, rows, columns] of the tiles of each row, its own first."""
+    numbers = tiles.int().argsort(dim=1, descending=True, stable=True).int()
+    return tiles.sum(1, dtype=torch.int32)[None, None], numbers[None, None]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speculators.models.dflash.attention import create_anchor_block_mask_mod
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.attention.flex_attention import create_mask
 from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import repeat_kv
 
@@ -24,39 +24,56 @@ from sglang_ext.training.masks import TILE, anchored_blocks, dense_mask, flex_ma
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_the_library_mask_is_the_rule_of_the_draft_block(data: st.DataObject) -> None:
+def test_the_mask_is_the_rule_of_the_draft_block_and_the_librarys(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     padding = data.draw(st.integers(0, 4))
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((padding,), -1)])
     anchors = torch.tensor(data.draw(st.lists(st.integers(0, sum(lengths) - 1), min_size=1, max_size=5)))
     size = data.draw(st.integers(2, 5))
-    mod, queries, keys = create_anchor_block_mask_mod(documents, len(documents), anchors, size)
-    library = create_mask(mod, B=None, H=None, Q_LEN=queries, KV_LEN=keys, device="cpu")[0, 0]
-    assert torch.equal(library, block_mask(documents, anchors, size))
+    for causal in (False, True):
+        rule = anchored_blocks(documents, anchors, size, causal)
+        # The library orders a block's rows only beside a window; one as wide as the sequence hides nothing.
+        order = {"sliding_window": len(documents)} if causal else {}
+        mod, queries, keys = create_anchor_block_mask_mod(documents, len(documents), anchors, size, **order)
+        assert (rule.queries, rule.keys) == (queries, keys)
+        library = create_mask(mod, B=None, H=None, Q_LEN=queries, KV_LEN=keys, device="cpu")
+        assert torch.equal(dense_mask(rule, "cpu"), library)
+    assert torch.equal(
+        dense_mask(anchored_blocks(documents, anchors, size), "cpu")[0, 0], block_mask(documents, anchors, size)
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_every_visible_key_lies_in_a_tile_of_the_sparse_mask(data: st.DataObject) -> None:
+def test_the_sparse_mask_has_every_visible_key_and_no_other(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=4))
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((TILE,), -1)])
     anchors = torch.tensor(data.draw(st.lists(st.integers(0, sum(lengths) - 1), min_size=1, max_size=40)))
     size, each = data.draw(st.integers(1, 160)), data.draw(st.integers(1, 20))
-    carried = torch.rand(len(anchors), each, generator=torch.Generator().manual_seed(1)) < 0.5
+    begin = torch.randint(0, each + 1, (len(anchors), 1), generator=torch.Generator().manual_seed(1))
+    carried = torch.arange(each) >= begin
     rows = torch.cat([documents, torch.full((carried.numel(),), -1)])
     rule = with_own_rows(anchored_blocks(rows, anchors, size), len(documents), carried)
     dense = dense_mask(rule, "cpu")[0, 0]
-    # The library's own construction evaluates the rule for every pair; ours may only add tiles, and few.
-    needed = create_block_mask(rule.visible, 1, 1, rule.queries, rule.keys, device="cpu").to_dense()[0, 0] > 0
-    sparse = flex_mask(rule)
-    given_tiles = sparse.to_dense()[0, 0] > 0
-    assert bool((given_tiles | ~needed).all())
-    assert given_tiles.sum() <= needed.sum() + given_tiles.shape[0] * (len(lengths) + 2)
-    assert sparse.seq_lengths == (rule.queries, rule.keys)
-    block = torch.arange(rule.queries) // size
-    own = torch.zeros_like(dense)
-    own[:, len(documents) : len(rows)] = (torch.arange(carried.numel()) // each == block[:, None]) & carried.flatten()
-    assert torch.equal(dense[:, len(documents) : len(rows)], own[:, len(documents) : len(rows)])
+    own = (torch.arange(carried.numel()) // each == torch.arange(rule.queries)[:, None] // size) & carried.flatten()
+    assert torch.equal(dense[:, len(documents) : len(rows)], own)
+
+    mask = flex_mask(rule)
+    shape = (-(-rule.queries // TILE), -(-rule.keys // TILE))
+    padded = torch.zeros(shape[0] * TILE, shape[1] * TILE, dtype=torch.bool)
+    padded[: rule.queries, : rule.keys] = dense
+    tiles = padded.view(shape[0], TILE, shape[1], TILE)
+    listed = {name: torch.zeros(shape, dtype=torch.bool) for name in ("full", "partial")}
+    for row in range(shape[0]):
+        for name, counts, numbers in (
+            ("full", mask.full_kv_num_blocks, mask.full_kv_indices),
+            ("partial", mask.kv_num_blocks, mask.kv_indices),
+        ):
+            listed[name][row, numbers[0, 0, row, : counts[0, 0, row]].long()] = True
+    assert not (listed["full"] & listed["partial"]).any()
+    assert tiles.permute(0, 2, 1, 3)[listed["full"]].all()  # a full tile is not masked any further
+    assert torch.equal(listed["full"] | listed["partial"], tiles.any(3).any(1))
+    assert mask.seq_lengths == (rule.queries, rule.keys)
 
 
 @pytest.fixture(scope="module")
