@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from sglang_ext.evaluation.servers import interrupt_on_terminate
 from sglang_ext_loadtest import report, results, settings, workload
 from sglang_ext_loadtest.gates import Gate
 from sglang_ext_loadtest.runner import Runner, schedule, search
+
+BEGUN = time.monotonic()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,7 +172,8 @@ def _out(command: argparse.ArgumentParser) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    """A line of progress, with the seconds since the start."""
+    print(f"{time.monotonic() - BEGUN:5.0f} s  {line}", flush=True)
 
 
 if __name__ == "__main__":

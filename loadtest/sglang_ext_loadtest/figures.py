@@ -114,7 +114,7 @@ def cell(records: Sequence[Record], load: Load, slo: Slo, run: dict[str, Any]) -
     if fine:
         start = min(record.sent for record in measured)
         # On a ladder in one run the next step adds users while the last requests of this one still run.
-        cut = len(load.concurrency) > 1 and not load.arrivals
+        cut = len(load.concurrency) > 1 and load.seconds is not None and not load.arrivals
         end = max((record.sent if cut else record.end) for record in measured)
         result["throughput"] = throughput(records, start, end)
         steps = [gap for record in fine for gap in gaps(record)]

@@ -23,6 +23,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": "#e6e8eb",
     "axes.edgecolor": "#9aa0a8",
     "legend.frameon": False,
@@ -70,7 +71,7 @@ def speedup(groups: Sequence[Group], shades: dict[str, str], unit: str) -> str:
         _levels(axes, groups, unit)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("times plain decoding" if against_plain else "output tokens/s")
-        axes.legend(loc="best")
+        _legend(axes)
 
     return _svg("speedup", draw, (6.2, 3.5))
 
@@ -93,7 +94,7 @@ def pareto(groups: Sequence[Group], shades: dict[str, str]) -> str:
         axes.set_ylabel("output tokens/s in all")
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
-        axes.legend(loc="best")
+        _legend(axes)
 
     return _svg("pareto", draw)
 
@@ -106,12 +107,12 @@ def percentiles(groups: Sequence[Group], shades: dict[str, str], figure: str, la
             mine = [group for group in groups if group["method"] == name and group[figure]]
             levels = [group["level"] for group in mine]
             if mine:
-                axes.plot(levels, [group[figure]["p50"] for group in mine], "o-", color=shade, label=f"{name} p50")
+                axes.plot(levels, [group[figure]["p50"] for group in mine], "o-", color=shade, label=name)
                 axes.plot(levels, [group[figure]["p95"] for group in mine], "o--", color=shade, alpha=0.6, ms=3)
         _levels(axes, groups, unit)
-        axes.set_ylabel(f"{label} (ms); dashed: p95")
+        axes.set_ylabel(f"{label} (ms): p50, dashed p95")
         axes.set_ylim(bottom=0)
-        axes.legend(loc="best")
+        _legend(axes)
 
     return _svg(figure, draw)
 
@@ -126,15 +127,14 @@ def categories(acceptance: dict[str, dict[str, Any]], shades: dict[str, str]) ->
             places = [position + (index - (len(acceptance) - 1) / 2) * width for position in range(len(names))]
             values = [figures["by_category"].get(name) or math.nan for name in names]
             bars = axes.bar(
-                places, values, width * 0.95, color=shades[method], label=f"{method} {figures['length']:.2f}"
+                places, values, width * 0.95, color=shades[method], label=f"{method} (all: {figures['length']:.2f})"
             )
             axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=1)
         axes.axhline(1, color=PLAIN, lw=1.5, ls="--")
         axes.set_xticks(range(len(names)), names)
         axes.grid(visible=False, axis="x")
         axes.set_ylabel("tokens per verify step")
-        axes.legend(loc="upper left", title="over all categories", title_fontsize=9)
-        axes.margins(y=0.25)
+        _legend(axes)
 
     return _svg("categories", draw)
 
@@ -149,9 +149,14 @@ def survival(acceptance: dict[str, dict[str, Any]], shades: dict[str, str]) -> s
         axes.set_xlabel("position in the draft")
         axes.set_ylabel("share of verify steps accepted so far")
         axes.set_ylim(0, 1)
-        axes.legend(loc="best")
+        _legend(axes)
 
     return _svg("survival", draw)
+
+
+def _legend(axes: Axes) -> None:
+    """Above the axes, where it hides nothing."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.2, columnspacing=1.2)
 
 
 def _levels(axes: Axes, groups: Sequence[Group], unit: str) -> None:

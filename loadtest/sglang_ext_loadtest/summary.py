@@ -258,4 +258,5 @@ def _point(point: compare.BreakEven, ladder: Sequence[float]) -> str:
         text = f"at every measured concurrency, up to {ladder[-1]:g}"
     else:
         text = f"up to a concurrency of {words(point.value)}"
-    return f"{text} [break-even {words(point.low)} to {words(point.high)}]"
+    low, high = words(point.low), words(point.high)
+    return f"{text} [break-even {low}]" if low == high else f"{text} [break-even {low} to {high}]"

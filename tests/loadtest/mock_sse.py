@@ -33,7 +33,7 @@ def event(value: Any) -> bytes:
 class Mock:
     def __init__(self, log: TextIO, capacity: int | None) -> None:
         self.log, self.slots = log, asyncio.Semaphore(capacity or 10_000)
-        self.tokens = self.steps = self.accepted = self.finished = self.flushed = 0
+        self.tokens = self.steps = self.accepted = self.finished = self.number = 0
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -59,7 +59,6 @@ class Mock:
         if path == "/server_info":
             return await self.plain(out, 200, {"version": "mock", "speculative_algorithm": "DSPARK", "api_key": KEY})
         if path == "/flush_cache":
-            self.flushed += 1
             return await self.plain(out, 200, {})
         if path == "/metrics":
             return await self.plain(out, 200, self.metrics(), "text/plain; version=0.0.4")
@@ -76,6 +75,7 @@ class Mock:
         values = {
             "sglang:generation_tokens_total": self.tokens,
             "sglang:spec_verify_calls_total": self.steps,
+            "sglang_ext_accepted_tokens_total": self.accepted,
             "sglang:num_requests_total": self.finished,
         }
         lines = [f'# TYPE {name[:-6]} counter\n{name}{{model_name="mock"}} {value}' for name, value in values.items()]
@@ -100,6 +100,8 @@ class Mock:
             await asyncio.sleep(60)
         out.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         sends: list[tuple[float, int]] = []
+        self.number += 1
+        name = f"mock-{self.number}"
 
         async def send(data: bytes, tokens: int = 0) -> None:
             out.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
@@ -108,12 +110,12 @@ class Mock:
                 sends.append((time.monotonic(), tokens))
 
         def chunk(**more: Any) -> bytes:
-            return event({"id": f"mock-{id(script)}", "object": "chat.completion.chunk", "choices": [], **more})
+            return event({"id": name, "object": "chat.completion.chunk", "choices": [], **more})
 
         usage = script.get("usage", "continuous")
         await send(chunk(choices=[{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]))
         counts = [] if fault == "empty" else script["tokens"]
-        total, due = 0, at + script["ttft"]
+        total, due = 0, time.monotonic() + script["ttft"]
         for index, count in enumerate(counts):
             await asyncio.sleep(max(due - time.monotonic(), 0))
             due += script["gap"]
@@ -130,6 +132,7 @@ class Mock:
                 await send(event({"error": {"message": "scripted", "code": 500}}))
         await send(chunk(choices=[{"delta": {}, "finish_reason": "stop"}]))
         histogram = script.get("histogram", [])
+        self.accepted += sum(accepted * steps for accepted, steps in enumerate(histogram))
         if histogram and request.get("return_spec_tokens_details"):
             await send(chunk(sglext={"spec_tokens_details": {"spec_correct_drafts_histogram": histogram}}))
         if usage != "none":
@@ -139,7 +142,8 @@ class Mock:
         out.write(b"0\r\n\r\n")
         await out.drain()
         self.tokens, self.steps, self.finished = self.tokens + total, self.steps + sum(histogram), self.finished + 1
-        self.log.write(json.dumps({"received": at, "sends": sends, "end": end, "seed": request.get("seed")}) + "\n")
+        entry = {"id": name, "received": at, "sends": sends, "end": end, "messages": request["messages"]}
+        self.log.write(json.dumps(entry) + "\n")
         self.log.flush()
         return True
 
