@@ -2,7 +2,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 
-.PHONY: help setup demo loadtest-demo test lint clean
+.PHONY: help setup demo loadtest-demo observe prometheus test lint clean
 
 help: ## What can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -16,7 +16,13 @@ demo: setup ## The real server on the reference models: plain decoding, DSPARK, 
 loadtest-demo: setup ## A load test of the same three methods with its report, build/loadtest/index.html
 	@$(RUN) -m sglang_ext_loadtest.demo
 
-test: setup ## All tests (about 15 minutes on two cores)
+observe: setup prometheus ## A server with prompts trickling in, and Prometheus with the rules, until Ctrl-C
+	@$(RUN) -m dashboards.observe
+
+prometheus: setup
+	@$(RUN) -m dashboards.tools > /dev/null
+
+test: setup prometheus ## All tests (about 15 minutes on two cores)
 	@$(RUN) -m pytest
 
 lint: setup ## ruff and mypy

@@ -50,8 +50,8 @@ def _fetch() -> None:
         if not packages:
             reason = " ".join((tries[-1] or updated).split()).rstrip(".")
             raise UsageError(
-                f"Debian's package of Prometheus {' or '.join(RELEASES)} could not be downloaded ({reason}); check apt's "
-                "sources, or put prometheus and promtool on PATH."
+                f"Debian's package of Prometheus {' or '.join(RELEASES)} could not be downloaded ({reason}); check "
+                "apt's sources, or put prometheus and promtool on PATH."
             )
         unpacked = work / "unpacked"
         subprocess.run(["dpkg-deb", "-x", str(packages[0]), str(unpacked)], check=True)

@@ -30,14 +30,14 @@ def describe(contract: DraftContract | None) -> dict[str, str]:
     """Labels from a drafter's contract; all empty without one, since a label set must not depend on the method."""
     if contract is None:
         return dict.fromkeys(_CONTRACT_LABELS, "")
-    ready = contract.config.get("ready_config") or {}
+    reader = contract.reader() if contract.reads else None
     values = (
         contract.block_size,
         contract.verify_width,
         _listed(contract.target_layer_ids),
         contract.markov_rank or "",
         _listed(state_layers(contract)),
-        f"{ready.get('rank_k')}x{ready.get('rank_v')}" if ready else "",
+        f"{reader.rank_k}x{reader.rank_v}" if reader else "",
         fingerprint(contract.path),
     )
     return dict(zip(_CONTRACT_LABELS, map(str, values), strict=True))
@@ -45,8 +45,7 @@ def describe(contract: DraftContract | None) -> dict[str, str]:
 
 def state_layers(contract: DraftContract | None) -> tuple[int, ...]:
     """The target's recurrent layers whose states a drafter reads; empty for a drafter without a reader."""
-    ready = None if contract is None else contract.config.get("ready_config")
-    return tuple(ready["source_layers"]) if ready else ()
+    return contract.reader().source_layers if contract is not None and contract.reads else ()
 
 
 def contract_of(path: str | None, revision: str | None) -> DraftContract | None:

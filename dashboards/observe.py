@@ -1,0 +1,102 @@
+"""A server, a Prometheus that watches it with the rules of this folder, and a trickle of prompts, until Ctrl-C.
+
+python -m dashboards.observe
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dashboards import prom
+from sglang_ext.checkpoints import DraftContract, read_contract
+from sglang_ext.demo.__main__ import SERVER_FLAGS, carryover_drafter
+from sglang_ext.errors import UsageError
+from sglang_ext.evaluation.client import ask
+from sglang_ext.evaluation.prompts import Prompt, read_prompts
+from sglang_ext.evaluation.servers import interrupt_on_terminate, serving
+from sglang_ext.server import check_port
+from sglang_ext.settings import EXPECTED_METHOD
+
+WORK = Path("build/observe")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until Ctrl-C; 2 with one sentence where something is missing."""
+    parser = argparse.ArgumentParser(prog="python -m dashboards.observe", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--models", type=Path, default=Path("models"), help="directory of the reference models")
+    parser.add_argument("--target", default="dense-target", help="the target in it")
+    parser.add_argument("--draft", default="dspark-dense", help="the stock drafter in it, served in its Carryover form")
+    parser.add_argument("--port", type=int, default=30000, help="of the server on 127.0.0.1")
+    parser.add_argument("--prometheus-port", type=int, default=9090, help="of Prometheus on 127.0.0.1")
+    parser.add_argument("--baseline", type=Path, default=Path("baseline.yaml"), help="baseline rules, where recorded")
+    parser.add_argument("--concurrency", type=int, default=2, help="prompts in flight; 0 for none")
+    args = parser.parse_args(argv)
+    try:
+        with observed(args):
+            print("Everything runs until Ctrl-C.", flush=True)
+            signal.pause()
+    except UsageError as error:
+        print(f"sglang-ext: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nStopped; nothing is left running.")
+    return 0
+
+
+@contextlib.contextmanager
+def observed(args: argparse.Namespace) -> Iterator[None]:
+    """Start everything and print where it is."""
+    for path in (args.models / args.target, args.models / args.draft):
+        if not (path / "config.json").exists():
+            raise UsageError(f"The reference model {path} is missing; run in the repository's root or give --models.")
+    for port in (args.port, args.prometheus_port):
+        check_port("127.0.0.1", port)
+    drafter: DraftContract = carryover_drafter(
+        read_contract(args.models / args.draft), WORK / f"carryover-{args.draft}"
+    )
+    words = [str(args.models / args.target), "--draft", str(drafter.path), *SERVER_FLAGS]
+    env = {**os.environ, EXPECTED_METHOD: drafter.algorithm}
+    print(f"Starting a {drafter.algorithm} server (about 20 seconds on a CPU)", flush=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(serving(words, port=args.port, log=WORK / "server.log", env=env))
+        rules = prom.rule_files(args.baseline)
+        targets = [f"127.0.0.1:{args.port}"]
+        url = stack.enter_context(prom.running(WORK, targets, port=args.prometheus_port, rules=rules))
+        print(f"  chat        http://127.0.0.1:{args.port}/v1/chat/completions")
+        print(f"  metrics     http://127.0.0.1:{args.port}/metrics")
+        print(f"  Prometheus  {url}/graph")
+        print(f"  alerts      {url}/alerts")
+        print(f"  dashboards  import dashboards/*.json into Grafana with {url} as data source")
+        if args.concurrency:
+            print(f"Prompts of {args.models}/prompts.jsonl are asked over and over, {args.concurrency} at a time.")
+            ended = threading.Event()
+            stack.callback(ended.set)
+            prompts = read_prompts(args.models / "prompts.jsonl")
+            threading.Thread(target=trickle, args=(args.port, prompts, args.concurrency, ended), daemon=True).start()
+        yield
+
+
+def trickle(port: int, prompts: Sequence[Prompt], concurrency: int, ended: threading.Event) -> None:
+    """Ask the prompts over and over until ``ended`` is set or the server is gone."""
+    for start in itertools.count(0, concurrency):
+        if ended.is_set():
+            return
+        some = [prompts[(start + index) % len(prompts)] for index in range(concurrency)]
+        try:
+            ask(port, some, max_tokens=96, concurrency=concurrency, done=lambda answer: None)
+        except UsageError:
+            return
+
+
+if __name__ == "__main__":
+    interrupt_on_terminate()
+    sys.exit(main())
