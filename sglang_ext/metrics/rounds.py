@@ -18,13 +18,13 @@ tenant left; the slot row has no room; the carry is switched off."""
 _FIRST_ROUND, _FULL_ACCEPTANCE, _MIXED_CHUNK, _SLOT_REUSE, _ROW_END, _OFF = range(len(REASONS))
 _ROUND = -1
 
-# Kept on SGLang's request objects: they end with the request, whatever ends it.
-_BEFORE, _REJECTED = "_sglang_ext_before", "_sglang_ext_rejected"
+# ``_sglang_ext_before`` and ``_sglang_ext_rejected`` are kept on SGLang's request objects: they end with the request,
+# whatever ends it.
 
 
 @dataclass(frozen=True)
 class Carry:
-    """What decides how many rejected rows a draft reads (``sglang_ext.carryover.rows.carried_rows``).
+    """What decides how many rejected rows a draft reads, as ``sglang_ext.carryover.rows.carried_rows`` does on tensors.
 
     Args:
         query_width: Q, rows of one draft block.
@@ -35,11 +35,6 @@ class Carry:
     query_width: int
     columns: int
     limit: int | None
-
-    def rows(self, rejected: int, committed: int) -> int:
-        """Carried rows of a draft behind ``committed`` tokens; 0 or less where there is no room for any."""
-        rows = min(rejected, self.columns - committed - self.query_width)
-        return rows if self.limit is None else min(rows, self.limit)
 
 
 class Tally:
@@ -97,39 +92,43 @@ class Tally:
             before: what ``on_decode`` returned when the round was launched; only read with a carry.
             caps: rows verified of each, where a ragged verify took fewer than W.
         """
-        steps, carry = self.steps, self.carry
+        carry = self.carry
+        running = []
         for index, request in enumerate(requests):
-            if request.is_retracted or request.finished():
-                # With overlap a round is launched before the end of a request in the one before is known.
-                self.overshoot += 1
-                continue
-            accepted = correct[index]
-            steps[accepted] += 1
-            self.drafted += (self.verify_width if caps is None else caps[index]) - 1
-            if carry is not None:
-                assert before is not None
-                self._add_carry(carry, request, before[index])
-                setattr(request, _REJECTED, self.verify_width - 1 - accepted)
-
-    def _add_carry(self, carry: Carry, request: Any, before: int) -> None:
+            # With overlap a round is launched before the end of a request in the one before is known.
+            if not (request.is_retracted or request.finished()):
+                running.append(index)
+        self.overshoot += len(requests) - len(running)
+        steps, last = self.steps, self.verify_width - 1
+        for index in running:
+            steps[correct[index]] += 1
+        self.drafted += len(running) * last if caps is None else sum(caps[index] - 1 for index in running)
+        if carry is None:
+            return
         if carry.limit == 0:
-            self.uncarried[_OFF] += 1
-        elif before != _ROUND:
-            self.uncarried[before] += 1
-        elif (rejected := getattr(request, _REJECTED)) == 0:
-            self.uncarried[_FULL_ACCEPTANCE] += 1
-        elif (rows := carry.rows(rejected, request.kv.kv_committed_len)) <= 0:
-            self.uncarried[_ROW_END] += 1
-        else:
-            self.carried_steps += 1
-            self.carried_rows += rows
+            self.uncarried[_OFF] += len(running)
+            return
+        assert before is not None
+        uncarried, end, limit = self.uncarried, carry.columns - carry.query_width, carry.limit or last
+        for index in running:
+            request = requests[index]
+            if (earlier := before[index]) != _ROUND:
+                uncarried[earlier] += 1
+            elif (rows := request._sglang_ext_rejected) == 0:
+                uncarried[_FULL_ACCEPTANCE] += 1
+            elif (room := end - request.kv.kv_committed_len) <= 0:
+                uncarried[_ROW_END] += 1
+            else:
+                self.carried_steps += 1
+                self.carried_rows += min(rows, room, limit)
+            request._sglang_ext_rejected = last - correct[index]
 
 
 def on_decode(requests: Sequence[Any]) -> list[int]:
     """Note that a decode round of these requests is launched; return what came before it for each."""
-    before = [getattr(request, _BEFORE, _SLOT_REUSE) for request in requests]
+    before = [getattr(request, "_sglang_ext_before", _SLOT_REUSE) for request in requests]
     for request in requests:
-        setattr(request, _BEFORE, _ROUND)
+        request._sglang_ext_before = _ROUND
     return before
 
 
@@ -137,4 +136,4 @@ def on_extend(requests: Iterable[Any], decoding: Iterable[Any]) -> None:
     """Note a prefill of these requests; those in ``decoding`` were running and are mixed into it."""
     mixed = {id(request) for request in decoding}
     for request in requests:
-        setattr(request, _BEFORE, _MIXED_CHUNK if id(request) in mixed else _FIRST_ROUND)
+        request._sglang_ext_before = _MIXED_CHUNK if id(request) in mixed else _FIRST_ROUND

@@ -13,6 +13,7 @@ from test_carryover import CHURN, CONTEXT_END, GREEDY, PROMPTS, context_end_step
 
 from sglang_ext.metrics.rounds import REASONS
 from sglang_ext.settings import CARRIED_ROWS_LIMIT, EXPECTED_METHOD, ORACLE_LOG
+from tests.ready_models import make_ready
 
 RANKS = {"engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
 # Stop tokens and limits cut what a step emitted; both end requests in the middle of an accepted run.
@@ -99,6 +100,7 @@ CARRY = {
     "mixed-chunk": ("dflash", {"chunked_prefill_size": 16, "enable_mixed_chunk": True}, {}),
     "two-rows-no-overlap": ("dspark", {"disable_overlap_schedule": True}, {CARRIED_ROWS_LIMIT: "2"}),
     "context-end": ("dspark", CONTEXT_END, {}),
+    "ready-carryover": ("dspark", {"speculative_algorithm": "READY_CARRYOVER"}, {}),
 }
 
 
@@ -110,7 +112,12 @@ def test_carry_counts_equal_the_oracles(models: dict[str, Path], tmp_path: Path,
     steps: list[dict[str, Any]] = STEPS
     if case == "context-end":
         steps = [context_end_step()]
-    arguments = engine(models, "dense", f"carryover-{kind}", **flags)
+    arguments = engine(models, "dense", f"carryover-{kind}") | flags
+    if case == "ready-carryover":
+        drafter = make_ready(
+            models["carryover-dspark-hybrid"], models["hybrid"], tmp_path / "ready", source_layers=(0, 2)
+        )
+        arguments |= {"model_path": str(models["hybrid"]), "speculative_draft_model_path": str(drafter)}
     result = run_job("generate", engine=arguments, steps=steps, metrics=True, env={ORACLE_LOG: str(log), **env})
     metrics = assert_identities(result, width=8)
     left = {request["rid"]: request["meta"]["spec_verify_ct"] or 0 for request in requests_of(result)}
@@ -122,6 +129,7 @@ def test_carry_counts_equal_the_oracles(models: dict[str, Path], tmp_path: Path,
             carried.append(row["carried"])
     assert metrics.value("carried_steps_total") == sum(rows > 0 for rows in carried) > 0
     assert metrics.value("carried_rows_total") == sum(carried)
+    assert metrics.value("state_reads_total") == (2 * len(carried) if case == "ready-carryover" else 0)
     reasons = {reason for reason, count in metrics.by("uncarried_steps_total", "reason").items() if count}
     expected = {"first_round", "full_acceptance"}
     if case == "mixed-chunk":
