@@ -183,6 +183,8 @@ def attach(worker: Any, log: str) -> Oracle:
         raise UsageError(f"{ORACLE_LOG} compares in float32, and this server runs another dtype; add --dtype float32.")
     target = worker.target_worker.model_runner.model_config.model_path
     drafter = ReferenceDrafter(get_spec().speculative_draft_model_path, target)
+    if drafter.reader is not None and worker.draft_model.shards > 1:
+        raise UsageError(f"{ORACLE_LOG} follows one rank, and each has only some value heads' states; set --tp 1.")
     oracle = Oracle(worker, drafter, open(log, "a", encoding="utf-8"))  # noqa: SIM115 - lives as long as the engine
     observer.attach(worker, oracle)
     return oracle

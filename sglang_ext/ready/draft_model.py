@@ -75,6 +75,7 @@ class _StateReading:
         for index, layer in enumerate(self.state_reader.layers):
             layers[layer].attach(partial(self._read, index=index), self.ready_config.inject)
         self.states: CommittedStates | None = None
+        self._kernels: Any = None
         self._reduced: Tensor | None = None
         self._reader_loaded: set[str] = set()
 
@@ -106,16 +107,32 @@ class _StateReading:
             self._reduced = self._reduce(forward_batch.req_pool_indices)
         return super().forward(input_ids, positions, forward_batch, *args, **kwargs)  # type: ignore[misc]
 
+    def attach_states(self, states: CommittedStates) -> None:
+        """Read from here; called once the pools exist and before any graph is captured. On CUDA kernels do it."""
+        self.states = states
+        if states.temporal.is_cuda:
+            from sglang_ext.ready import kernels
+
+            self._kernels = kernels
+            self._layers = torch.tensor(states.layers, device=states.temporal.device)
+
     def _reduce(self, request_slots: Tensor) -> Tensor:
         """Reduced states [bs, L, HV, r_v, r_k] of the requests in these slots [bs]."""
         assert self.states is not None, "the worker has not attached the states"
-        return self.state_reader.reduce(self.states.gather(request_slots))
+        reader = self.state_reader
+        if self._kernels is None:
+            return reader.reduce(self.states.gather(request_slots))
+        reduced: Tensor = self._kernels.reduce_states(
+            self.states, self._layers, request_slots, reader.value_down, reader.key_down
+        )
+        return reduced
 
     def _read(self, hidden: Tensor, index: int) -> Tensor:
         """What a reading layer adds to its ``hidden`` [bs * Q, H], summed over the ranks' value heads."""
         assert self._reduced is not None
         blocks = hidden.view(self._reduced.shape[0], -1, hidden.shape[-1])
-        delta = self.state_reader.read(blocks, self._reduced, index).view_as(hidden)
+        kernel = self._kernels.read_reduced if self._kernels is not None else None
+        delta = self.state_reader.read(blocks, self._reduced, index, kernel).view_as(hidden)
         return tensor_model_parallel_all_reduce(delta) if self.shards > 1 else delta
 
 

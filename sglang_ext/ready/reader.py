@@ -22,6 +22,8 @@ alone: SGLang's fused add-and-norm does not round their sum, so adding it earlie
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ from sglang_ext.ready.config import ReadyConfig
 SHARDED = {"value_down": 1, "key_down": 1, "query": 1, "out": 2}
 """Last part of a weight's name -> its value-head dimension, which tensor parallelism splits (a shared query: not)."""
 
-_EPS = 1e-6
+EPS = 1e-6
 
 
 def value_key_order(states: Tensor) -> Tensor:
@@ -52,14 +54,12 @@ class StateRead(nn.Module):
         self.out = nn.Parameter(torch.zeros(shapes["out"]))
 
     def queries(self, hidden: Tensor) -> Tensor:
-        """Unit queries [N, B, L, HV or 1, r_k] (float32) of representations [N, B, H]."""
-        x = hidden.float()
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _EPS) * self.norm.float()
-        query = F.linear(x.to(self.query.dtype), self.query.flatten(0, 2))
-        return F.normalize(query.float().unflatten(-1, self.query.shape[:3]), dim=-1, eps=_EPS)
+        """Queries [N, B, L, HV or 1, r_k], not yet of unit length, of representations [N, B, H]."""
+        x = F.rms_norm(hidden.float(), self.norm.shape, self.norm.float(), EPS).to(self.query.dtype)
+        return F.linear(x, self.query.flatten(0, 2)).unflatten(-1, self.query.shape[:3])
 
     def output(self, reads: Tensor, dtype: torch.dtype) -> Tensor:
-        """Delta [N, B, H] of reads [N, B, L, HV, r_v]."""
+        """Delta [N, B, H] of reads [N, B, L, HV, r_v], in the dtype given."""
         return F.linear(reads.flatten(-3).to(self.out.dtype), self.out.flatten(1)).to(dtype)
 
 
@@ -119,26 +119,37 @@ class StateReader(nn.Module):
             values = torch.einsum("lhrv,nlhvk->nlhrk", self.value_down, states.float())
             return normalize_reduced(torch.einsum("nlhrk,lhqk->nlhrq", values, self.key_down))
 
-    def read(self, hidden: Tensor, reduced: Tensor, index: int = 0) -> Tensor:
+    def read(
+        self,
+        hidden: Tensor,
+        reduced: Tensor,
+        index: int = 0,
+        kernel: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Delta [N, B, H] for the block representations [N, B, H] of N anchors, in their dtype.
 
         Args:
             hidden: representations in the reading draft layer; the residual stream, not normalised.
             reduced: what :meth:`reduce` made of the same N anchors' states.
             index: which of the reading layers asks, counted from 0.
+            kernel: takes the place of :func:`read_reduced`, which is the plain form.
         """
         layer = self.reads[index]
         assert isinstance(layer, StateRead)
-        queries = layer.queries(hidden)
-        with torch.autocast(hidden.device.type, enabled=False):
-            queries = queries.expand(*queries.shape[:3], reduced.shape[2], -1)
-            reads = torch.einsum("nlhrq,nblhq->nblhr", reduced, queries)
+        reads = (kernel or read_reduced)(layer.queries(hidden), reduced)
         return layer.output(reads, hidden.dtype)
+
+
+def read_reduced(queries: Tensor, reduced: Tensor) -> Tensor:
+    """Reads [N, B, L, HV, r_v] (float32) of queries [N, B, L, HV or 1, r_k] and reduced states [N, L, HV, r_v, r_k]."""
+    with torch.autocast(queries.device.type, enabled=False):
+        unit = F.normalize(queries.float(), dim=-1, eps=EPS).expand(*queries.shape[:3], reduced.shape[2], -1)
+        return torch.einsum("nlhrq,nblhq->nblhr", reduced, unit)
 
 
 def normalize_reduced(reduced: Tensor) -> Tensor:
     """Divide each head's [r_v, r_k] by its root mean square; a state of zeros stays zero."""
-    return reduced * torch.rsqrt(reduced.pow(2).mean((-2, -1), keepdim=True) + _EPS)
+    return reduced * torch.rsqrt(reduced.pow(2).mean((-2, -1), keepdim=True) + EPS)
 
 
 def shard_dimension(name: str, shape: tuple[int, ...]) -> int | None:

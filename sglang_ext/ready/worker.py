@@ -28,7 +28,7 @@ class ReadMixin:
         with refusal_ends_process():
             check_reading_worker(worker)
             pool = worker.target_worker.model_runner.req_to_token_pool
-            model.states = committed_states(pool, model.ready_config, model.shards)
+            model.attach_states(committed_states(pool, model.ready_config, model.shards))
         if get_parallel().tp_rank == 0:
             logger.info(
                 "ReaDy is on: draft layers %s read the states of target layers %s through ranks %s and %s, output %s.",

@@ -110,6 +110,14 @@ def test_a_reader_of_zeros_is_stock(
     assert any(len(histogram) > 2 for step in drafting(ours) for histogram in step)  # some drafts were accepted
 
 
+def test_two_ranks_draft_as_one(models: dict[str, Path], drafters: dict[str, Path], plain: Any) -> None:
+    """Each rank reads its own value heads' states; their sum is what one rank reads."""
+    one = serve(models, drafters["random"], "READY")
+    two = serve(models, drafters["random"], "READY", {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, tp_size=2)
+    assert_same_output(outputs(two), plain)
+    assert outputs(two)[:2] == outputs(one)[:2] and drafting(two) == drafting(one)
+
+
 class TargetStates:
     """What transformers' own cache holds after each prefix, one token at a time, in its order [.., K, V]."""
 

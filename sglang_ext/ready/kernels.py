@@ -1,0 +1,128 @@
+"""Triton kernels of the reader: gather and reduce in one, query and read in one. CUDA only.
+
+The plain forms are ``StateReader.reduce`` behind ``CommittedStates.gather``, and ``reader.read_reduced``. Here no copy
+of the states is made: a program follows a request's slot to the pool (1.57 M values for the paper's two sources), so
+both kernels can live in a CUDA graph, where only the slots in a fixed buffer change.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang_ext.ready.reader import EPS
+from sglang_ext.ready.states import CommittedStates
+
+_DOT = 16  # smallest side of tl.dot
+_READ_TILE = 4096  # values of M^ that one program of the second kernel holds
+
+
+@triton.jit
+def _reduce_kernel(  # type: ignore[no-untyped-def]
+    temporal, state_slots, request_slots, layers, value_down, key_down, out, stride_layer, stride_slot, stride_head,
+    stride_value, stride_key, eps,
+    HEADS: tl.constexpr, V: tl.constexpr, K: tl.constexpr, RV: tl.constexpr, RK: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, BRV: tl.constexpr, BRK: tl.constexpr,
+):  # fmt: skip
+    """One request, source and head: M = P S U^T, tile by tile along V, then M / rms(M)."""
+    request, source, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(state_slots + tl.load(request_slots + request)).to(tl.int64)
+    slot = tl.maximum(slot, 0)  # a padding row's result is used by nobody, but must be readable
+    layer = tl.load(layers + source).to(tl.int64)
+    state = temporal + layer * stride_layer + slot * stride_slot + head * stride_head
+    at = source * HEADS + head
+    v, k = tl.arange(0, BV), tl.arange(0, BK)
+    rv, rk = tl.arange(0, BRV), tl.arange(0, BRK)
+    down = tl.zeros([BRV, BK], dtype=tl.float32)
+    for start in range(0, V, BV):
+        row = start + v
+        tile = tl.load(
+            state + row[:, None] * stride_value + k[None, :] * stride_key,
+            mask=(row[:, None] < V) & (k[None, :] < K), other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        p = tl.load(
+            value_down + (at * RV + rv[:, None]) * V + row[None, :],
+            mask=(rv[:, None] < RV) & (row[None, :] < V), other=0.0,
+        )  # fmt: skip
+        down += tl.dot(p, tile, input_precision="ieee")
+    u = tl.load(
+        key_down + (at * RK + rk[None, :]) * K + k[:, None], mask=(rk[None, :] < RK) & (k[:, None] < K), other=0.0
+    )
+    reduced = tl.dot(down, u, input_precision="ieee")
+    mean = tl.sum(tl.sum(reduced * reduced, axis=1), axis=0) / (RV * RK)
+    sources = tl.num_programs(1)
+    place = out + ((request * sources + source) * HEADS + head) * RV * RK + rv[:, None] * RK + rk[None, :]
+    tl.store(place, reduced * tl.rsqrt(mean + eps), mask=(rv[:, None] < RV) & (rk[None, :] < RK))
+
+
+@triton.jit
+def _read_kernel(  # type: ignore[no-untyped-def]
+    queries, reduced, out, rows_per_request, eps,
+    HEADS: tl.constexpr, QUERY_HEADS: tl.constexpr, PAIRS: tl.constexpr, RV: tl.constexpr, RK: tl.constexpr,
+    BP: tl.constexpr, BRV: tl.constexpr, BRK: tl.constexpr,
+):  # fmt: skip
+    """One block row and some (source, head) pairs: o = M^ q / |q|, laid side by side for the output projection."""
+    row = tl.program_id(0)
+    request = row // rows_per_request
+    pair = tl.program_id(1) * BP + tl.arange(0, BP)
+    rv, rk = tl.arange(0, BRV), tl.arange(0, BRK)
+    # A query of its own for each pair, or one for all heads of a source.
+    asked = (pair // HEADS) * QUERY_HEADS + (pair % HEADS if QUERY_HEADS == HEADS else 0)
+    query_rows = PAIRS // HEADS * QUERY_HEADS
+    q = tl.load(
+        queries + (row * query_rows + asked[:, None]) * RK + rk[None, :],
+        mask=(pair[:, None] < PAIRS) & (rk[None, :] < RK), other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    q = q / tl.maximum(tl.sqrt(tl.sum(q * q, axis=1)), eps)[:, None]
+    inside = (pair[:, None, None] < PAIRS) & (rv[None, :, None] < RV) & (rk[None, None, :] < RK)
+    m = tl.load(
+        reduced + ((request * PAIRS + pair[:, None, None]) * RV + rv[None, :, None]) * RK + rk[None, None, :],
+        mask=inside, other=0.0,
+    )  # fmt: skip
+    read = tl.sum(m * q[:, None, :], axis=2)
+    place = out + (row * PAIRS + pair[:, None]) * RV + rv[None, :]
+    tl.store(place, read.to(out.dtype.element_ty), mask=(pair[:, None] < PAIRS) & (rv[None, :] < RV))
+
+
+def reduce_states(
+    states: CommittedStates, layers: Tensor, request_slots: Tensor, value_down: Tensor, key_down: Tensor
+) -> Tensor:
+    """Reduced states M^ [bs, L, HV, r_v, r_k] (float32) straight from the pool.
+
+    Args:
+        states: the view of the pool; its strides may be any.
+        layers: [L] int64 on the device, ``states.layers``.
+        request_slots: [bs] request slots.
+        value_down, key_down: the reader's, [L, HV, r_v, V] and [L, HV, r_k, K], float32.
+    """
+    sources, heads, rank_v, value_dim = value_down.shape
+    rank_k, key_dim = key_down.shape[2:]
+    out = value_down.new_empty(request_slots.shape[0], sources, heads, rank_v, rank_k)
+    _reduce_kernel[(request_slots.shape[0], sources, heads)](
+        states.temporal, states.state_slots, request_slots, layers, value_down, key_down, out,
+        *states.temporal.stride(), EPS,
+        HEADS=heads, V=value_dim, K=key_dim, RV=rank_v, RK=rank_k,
+        BV=_side(min(value_dim, 32)), BK=_side(key_dim), BRV=_side(rank_v), BRK=_side(rank_k),
+    )  # fmt: skip
+    return out
+
+
+def read_reduced(queries: Tensor, reduced: Tensor) -> Tensor:
+    """``reader.read_reduced`` in one kernel: [N, B, L, HV, r_v] in the dtype of the queries."""
+    anchors, rows, sources, query_heads, rank_k = queries.shape
+    heads, rank_v = reduced.shape[2:4]
+    pairs = sources * heads
+    side_v, side_k = triton.next_power_of_2(rank_v), triton.next_power_of_2(rank_k)
+    tile = max(1, min(triton.next_power_of_2(pairs), _READ_TILE // (side_v * side_k)))
+    out = queries.new_empty(anchors, rows, sources, heads, rank_v)
+    _read_kernel[(anchors * rows, triton.cdiv(pairs, tile))](
+        queries.contiguous(), reduced.contiguous(), out, rows, EPS,
+        HEADS=heads, QUERY_HEADS=query_heads, PAIRS=pairs, RV=rank_v, RK=rank_k,
+        BP=tile, BRV=side_v, BRK=side_k,
+    )  # fmt: skip
+    return out
+
+
+def _side(size: int) -> int:
+    return max(_DOT, triton.next_power_of_2(size))

@@ -1,0 +1,51 @@
+"""The reader's kernels on a GPU: all cases, the shape of a 27 B target, and a CUDA graph whose slots change."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "unit"))
+from kernel_cases import CASES, LARGE, compare
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("case", [*CASES, "large"])
+def test_a_kernel_equals_its_plain_form(case: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    differences = compare("cuda", **{**CASES, "large": LARGE}[case])
+    assert differences["reduce"] < 1e-4 and differences["delta"] < 1e-3
+    assert differences["read"] < (0.04 if case in ("bf16-queries", "large") else 1e-4)
+    assert "odd" in case or "shared" in case or differences["transposed"] > 1
+
+
+def test_a_graph_follows_the_slots_in_its_buffer() -> None:
+    from sglang_ext.ready import kernels
+    from sglang_ext.ready.config import ReadyConfig
+    from sglang_ext.ready.reader import StateReader
+    from sglang_ext.ready.states import CommittedStates
+
+    config = ReadyConfig(source_layers=(0, 2), value_heads=4, value_dim=32, key_dim=32)
+    reader = StateReader(config, 64, 2).cuda()
+    temporal = torch.randn(3, 6, 4, 32, 32, device="cuda")
+    states = CommittedStates(temporal, torch.tensor([0, 5, 2, 3], dtype=torch.int32, device="cuda"), (0, 2))
+    layers = torch.tensor(states.layers, device="cuda")
+    slots = torch.zeros(4, dtype=torch.int64, device="cuda")
+
+    def reduce() -> torch.Tensor:
+        return kernels.reduce_states(states, layers, slots, reader.value_down, reader.key_down)
+
+    with torch.no_grad():
+        reduce()  # compiled before the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = reduce()
+        for chosen in ([1, 2, 3, 0], [3, 1, 0, 0]):
+            slots.copy_(torch.tensor(chosen))
+            temporal.mul_(1.5).add_(0.1)  # the pool moves on, at the same address
+            graph.replay()
+            assert (out - reader.reduce(states.gather(slots))).abs().max() < 1e-4
