@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"sglang-ext-loadtest: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("run", help="one endpoint up a ladder of concurrencies, without a file")
     command.add_argument("url", help="http://HOST:PORT of the endpoint")
-    command.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts")
+    command.add_argument("--prompts", nargs="+", default=[], help="JSONL files (default: held-out prompts)")
     command.add_argument("--per-category", type=int, help="prompts of each category")
     command.add_argument("--concurrency", type=int, nargs="+", default=list(settings.LADDER), help="the ladder")
     command.add_argument("--repeats", type=int, default=3)

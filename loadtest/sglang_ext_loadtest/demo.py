@@ -68,7 +68,7 @@ def demo_sweep(models: Path, out: Path, per_category: int, max_tokens: int) -> S
                 note=UNTRAINED if untrained else None,
             ),
         ),
-        workload=Workload(paths=(str(models / "prompts.jsonl"),), per_category=per_category, language="en"),
+        workload=Workload(per_category=per_category, language="en"),
         requests=Requests(max_tokens=max_tokens),
         load=Load(concurrency=(1, 2, 4), repeats=2, warmup_requests=4),
         gates=("*:error_rate<=0",),

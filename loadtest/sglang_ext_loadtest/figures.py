@@ -178,6 +178,9 @@ def verdict(result: dict[str, Any], load: Load, run: dict[str, Any]) -> tuple[li
     lag = result["send_lag_ms"]
     if lag and lag["p99"] > load.max_send_lag_ms:
         invalid.append(f"Send lag p99 is {lag['p99']:.0f} ms, above {load.max_send_lag_ms:.0f} ms.")
+    users = load.concurrency[0] if load.arrivals is None else 0
+    if 0 < requests["measured"] < users:
+        warnings.append(f"Only {requests['measured']} measured requests for {users} users: raise requests.")
     notes = run.get("workers", [])
     if stalls := sum(note["stalls"] for note in notes):
         invalid.append(f"The generator stood still {stalls} times for more than half a second.")

@@ -33,7 +33,7 @@ def add_arguments(parser: Any) -> None:
     """The arguments of plain Locust; ``--plan`` stands for all others."""
     group = parser.add_argument_group("sglang-ext load test")
     group.add_argument("--plan", default="", help="JSON file with the whole plan, written by sglang-ext-loadtest")
-    group.add_argument("--prompts", default="models/prompts.jsonl", help="JSONL file of prompts")
+    group.add_argument("--prompts", default="", help="JSONL file of prompts (default: the held-out prompts)")
     group.add_argument("--model", default="default", help="model name in the requests")
     group.add_argument("--ladder", default="1,2,4,8", help="users, one step each (closed loop)")
     group.add_argument("--step-seconds", type=float, default=30.0, help="measured seconds of a step")
@@ -67,7 +67,7 @@ def read_plan(options: Any, host: str | None, workers: int) -> settings.Plan:
         plan = settings.Plan(
             url=host or "http://127.0.0.1:30000",
             model=options.model,
-            workload=settings.Workload(paths=(options.prompts,)),
+            workload=settings.Workload(paths=(options.prompts,) if options.prompts else ()),
             requests=settings.Requests(
                 max_tokens=options.max_tokens, temperature=options.temperature, tokenizer=options.tokenizer or None
             ),

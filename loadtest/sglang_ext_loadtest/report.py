@@ -28,6 +28,8 @@ def write(path: Path, results: dict[str, Any], sweep: Sweep) -> None:
     groups, acceptance = summary["groups"], summary["acceptance"]
     shades = plots.colours(results["sweep"]["methods"])
     unit = "requests per second" if sweep.load.arrivals else "concurrency"
+    if sweep.load.arrivals == "trace":
+        unit += " (0: as in the trace)"
     drawn: list[tuple[str, Markup]] = []
     if groups:
         drawn += [
@@ -50,7 +52,8 @@ def write(path: Path, results: dict[str, Any], sweep: Sweep) -> None:
         choice={choice["level"]: choice for choice in summary["choices"]},
         shades=shades,
         unit=unit,
-        hero=Markup(plots.speedup(groups, shades, unit)) if groups else None,
+        hero=Markup(_hero(sweep, groups, shades, unit)) if groups else None,
+        spoilt=[cell for cell in results["cells"] if cell["invalid"] and cell["requests"]["measured"]],
         plots=drawn,
         checks=[check for cell in results["cells"] for check in cell.get("cross_check", [])],
         hardware=_hardware(results["methods"]),
@@ -59,6 +62,13 @@ def write(path: Path, results: dict[str, Any], sweep: Sweep) -> None:
         definitions=DEFINITIONS,
     )
     _put(path, text)
+
+
+def _hero(sweep: Sweep, groups: list[dict[str, Any]], shades: dict[str, str], unit: str) -> str:
+    """The first screen's plot: arrivals that are given fix the throughput, so there it shows latency."""
+    if sweep.load.arrivals:
+        return plots.percentiles(groups, shades, "e2e_ms", "E2E", unit)
+    return plots.speedup(groups, shades, unit)
 
 
 def write_comparison(path: Path, before: dict[str, Any], after: dict[str, Any], sweep: Sweep) -> list[str]:

@@ -62,7 +62,7 @@ def document(
 def write(out: Path, results: dict[str, Any]) -> None:
     """``results.json``, ``cells.csv`` and ``requests.csv`` in a directory, each whole or not at all."""
     out.mkdir(parents=True, exist_ok=True)
-    _whole(out / RESULTS, json.dumps(results, indent=1) + "\n")
+    _whole(out / RESULTS, _text(results))
     _table(out / "cells.csv", [_flat(cell) for cell in results["cells"]])
     keys = ("method", "level", "repeat")
     rows = [{key: cell[key] for key in keys} | row for cell in results["cells"] for row in cell["rows"]]
@@ -83,7 +83,21 @@ def read(path: Path) -> tuple[dict[str, Any], Sweep]:
         raise UsageError(f"There are no results at {file} ({error}); give the output directory of a run.") from None
     if schema != SCHEMA:
         raise UsageError(f"{file} has schema {schema}, this version reads {SCHEMA}; run the sweep again.")
+    for cell in results["cells"]:
+        columns = cell["rows"]
+        cell["rows"] = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return results, parse(Sweep, results["sweep"], f"{file}: sweep")
+
+
+def _text(results: dict[str, Any]) -> str:
+    """JSON to read and to diff: a line per cell, its requests in columns."""
+    cells = []
+    for cell in results["cells"]:
+        rows = cell["rows"]
+        columns = {key: [row[key] for row in rows] for key in (rows[0] if rows else {})}
+        cells.append(json.dumps(cell | {"rows": columns}, separators=(",", ":")))
+    head = json.dumps({key: value for key, value in results.items() if key != "cells"}, indent=1)
+    return head.removesuffix("\n}") + ',\n "cells": [\n' + ",\n".join(cells) + "\n]}\n"
 
 
 def _flat(cell: dict[str, Any]) -> dict[str, Any]:

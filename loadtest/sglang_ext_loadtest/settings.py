@@ -20,7 +20,7 @@ class Workload:
     """Which prompts are sent."""
 
     kind: str = "prompts"  # prompts, sharegpt, synthetic, shared_prefix
-    paths: tuple[str, ...] = ()  # files of prompts and sharegpt
+    paths: tuple[str, ...] = ()  # files of prompts and sharegpt; none: the held-out prompts of the reference models
     per_category: int | None = None  # at most this many prompts of each category
     limit: int | None = None  # at most this many prompts in all
     turns: int = 1  # at most this many turns of a conversation

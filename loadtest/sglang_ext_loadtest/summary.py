@@ -137,6 +137,9 @@ def choose(
 def answer(sweep: Sweep, table: Sequence[dict[str, Any]], choices: Sequence[dict[str, Any]]) -> list[str]:
     """Which method at which concurrency, in sentences."""
     unit = "requests/s" if sweep.load.arrivals else "concurrency"
+    if len(sweep.methods) == 1 and table:
+        rates = ", ".join(f"{group['throughput']['output_tok_s']:.1f} at {group['level']:g}" for group in table)
+        return [f"Output tokens/s by {unit}: {rates}."]
     runs: list[list[dict[str, Any]]] = []
     for choice in choices:
         if runs and runs[-1][0]["method"] == choice["method"] and runs[-1][0]["ties"] == choice["ties"]:
@@ -196,6 +199,7 @@ def _group(method: Method, level: float, mine: Sequence[Cell], valid: Sequence[C
             "requests_s": sum(cell["goodput"]["requests_s"] for cell in valid) / len(valid),
             "output_tok_s": sum(cell["goodput"]["output_tok_s"] for cell in valid) / len(valid),
         },
+        "server": _gauges(valid),
         "slo_met": not slo.any or share >= slo.attainment,
     }
     if (figures := _acceptance(fine)) is not None:
@@ -214,6 +218,21 @@ def _acceptance(fine: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         "verify_steps": total.verify_steps,
         "survival": list(total.survival),
         "by_category": {name: group.length for name, group in sorted(categories.items())},
+    }
+
+
+def _gauges(valid: Sequence[Cell]) -> dict[str, dict[str, float]]:
+    """Mean and maximum of the server's gauges over the repeats that have them."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for cell in valid:
+        for name, values in cell.get("server", {}).items():
+            found.setdefault(name, []).append(values)
+    return {
+        name: {
+            "mean": sum(values["mean"] for values in entries) / len(entries),
+            "max": max(values["max"] for values in entries),
+        }
+        for name, entries in found.items()
     }
 
 

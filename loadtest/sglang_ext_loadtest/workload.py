@@ -53,10 +53,10 @@ def load(workload: Workload, seed: int) -> Prompts:
         UsageError: a file is missing, or nothing in it can be used.
     """
     if workload.kind in ("prompts", "sharegpt"):
-        if not workload.paths:
-            raise UsageError(f"A workload of {workload.kind} needs files; set its paths.")
+        if workload.kind == "sharegpt" and not workload.paths:
+            raise UsageError("A workload of sharegpt needs files; set its paths.")
         found = Prompts()
-        for path in map(Path, workload.paths):
+        for path in map(Path, workload.paths or [held_out()]):
             prefix = f"{path.stem}/" if len(workload.paths) > 1 else ""
             _collect(_sharegpt(path) if workload.kind == "sharegpt" else _lines(path), path, prefix, found)
     elif workload.kind in ("synthetic", "shared_prefix"):
@@ -68,6 +68,12 @@ def load(workload: Workload, seed: int) -> Prompts:
         reason = f"; first: {found.broken[0]}" if found.broken else ""
         raise UsageError(f"No prompt can be used ({len(found.broken)} broken lines{reason}); mend the file.")
     return found
+
+
+def held_out() -> Path:
+    """The prompts that no reference model was trained on: a part of the wheel, in a checkout those of models/."""
+    inside = Path(__file__).with_name("prompts.jsonl")
+    return inside if inside.exists() else Path(__file__).parents[2] / "models" / "prompts.jsonl"
 
 
 def body(prompt: Prompt, answers: Iterable[str], settings: Requests, model: str, number: int) -> dict[str, Any]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+from mock_sse import FAULTS
 from sglang_ext_loadtest.cli import main
 from sglang_ext_loadtest.runner import Runner, Slot, search
 from sglang_ext_loadtest.settings import Load, Method, Requests, Slo, Sweep, Workload
@@ -107,6 +110,7 @@ def test_every_statistic_is_within_two_percent_of_the_servers_own_time_stamps(
         "sglang_ext_accepted_tokens_total": True,
     }
     assert {record["worker"] for record in found} == set(range(workers))
+    assert cell["server"]["sglang:num_running_reqs"] == {"mean": 1.0, "max": 1.0}
 
 
 def test_measured_requests_run_among_the_full_number_of_others(mock: Any, prompts: Any, tmp_path: Path) -> None:
@@ -122,8 +126,7 @@ def test_measured_requests_run_among_the_full_number_of_others(mock: Any, prompt
 
 
 def test_failures_are_named_and_counted_and_the_rest_is_measured(mock: Any, prompts: Any, tmp_path: Path) -> None:
-    faults = ("not_streaming", "broken", "not_json", "error_event", "empty", "http_500", "http_429", "silent")
-    scripts: dict[str, Any] = {f"bad_{fault}": QUICK | {"fault": fault} for fault in faults}
+    scripts: dict[str, Any] = {f"bad_{fault}": QUICK | {"fault": fault} for fault in FAULTS}
     scripts |= {"fine_1": QUICK, "fine_2": QUICK}
     load = Load(warmup_requests=0, max_error_rate=0.5)
     sweep = one(mock.url, prompts(**scripts), load, requests=Requests(timeout_s=1.0))
@@ -285,3 +288,30 @@ def test_a_sweep_with_an_endpoint_that_is_down_still_reports_the_other(
 def test_the_exit_code_follows_the_gates(mock: Any, prompts: Any, tmp_path: Path, limit: str, code: int) -> None:
     words = ["run", mock.url, "--prompts", prompts(a_1=QUICK), "--concurrency", "1", "--repeats", "1"]
     assert main([*words, "--gate", f"*:ttft_ms.p50<={limit}", "--out", str(tmp_path / "out")]) == code
+
+
+def test_an_interrupted_sweep_leaves_a_report_and_nothing_running(mock: Any, prompts: Any, tmp_path: Path) -> None:
+    slow = {"ttft": 0.1, "gap": 0.3, "tokens": [1] * 100}
+    words = ["run", mock.url, "--prompts", prompts(a_1=QUICK, b_1=slow), "--per-category", "1", "--concurrency", "1"]
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "sglang_ext_loadtest.cli", *words, "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(out.glob("cells/*/records.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.terminate()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Interrupted after 0 of 3 cells" in said
+    assert "Nothing valid was measured." in (out / "index.html").read_text()
+    plan = f"{out}/cells/endpoint-1-1/plan.json"
+    assert [running for running in psutil.process_iter(["cmdline"]) if plan in (running.info["cmdline"] or [])] == []
+
+
+def test_the_load_generator_needs_neither_sglang_nor_torch() -> None:
+    """So that a slim image can run it."""
+    names = ("cli", "demo", "locustfile", "report", "runner", "session")
+    code = f"import sys, {', '.join('sglang_ext_loadtest.' + name for name in names)}\n"
+    code += "print(sorted({'torch', 'sglang', 'transformers', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
