@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerState
 
 from sglang_ext.ready.reader import value_key_order
 from sglang_ext.training.anchor_states import anchor_states
@@ -72,12 +73,13 @@ class _ReadingSteps:
     """Mixin over the trainers: a source of states, and held-out figures under the wrong ones beside the right ones."""
 
     source: StateSource
+    state: TrainerState
 
     def held_out_figures(self) -> dict[str, float]:
-        """Loss and acceptance on the held-out batches; a reader of committed states is also fed the controls."""
+        """Loss and acceptance on the held-out batches; at the end a reader of committed states is also fed controls."""
         figures: dict[str, float] = super().held_out_figures()  # type: ignore[misc]
         source = self.source
-        if source.state == "committed":
+        if source.state == "committed" and self.state.global_step >= self.state.max_steps:
             for state in STATES[1:]:
                 self.source = replace(source, state=state)
                 controls = super().held_out_figures()  # type: ignore[misc]
