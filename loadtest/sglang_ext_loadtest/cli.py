@@ -47,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--max-tokens", type=int, default=256)
     command.add_argument("--temperature", type=float, default=0.0)
     command.add_argument("--workers", type=int, default=1, help="Locust worker processes")
+    command.add_argument(
+        "--keep-cache", action="store_true", help="do not empty the server's prefix cache before cells"
+    )
     command.add_argument("--model", help="default: the first that the endpoint lists")
     command.add_argument("--tokenizer", help="tokenizer.json, for servers without continuous usage")
     command.add_argument(
@@ -101,7 +104,12 @@ def _run(args: argparse.Namespace) -> int:
         title=f"Load test of {args.url}",
         workload=settings.Workload(paths=tuple(args.prompts), per_category=args.per_category),
         requests=settings.Requests(max_tokens=args.max_tokens, temperature=args.temperature, tokenizer=args.tokenizer),
-        load=settings.Load(concurrency=tuple(args.concurrency), repeats=args.repeats, workers=args.workers),
+        load=settings.Load(
+            concurrency=tuple(args.concurrency),
+            repeats=args.repeats,
+            workers=args.workers,
+            flush_cache=not args.keep_cache,
+        ),
         gates=tuple(args.gate),
     )
     return measure(sweep, args.out)

@@ -76,7 +76,7 @@ def speedup(groups: Sequence[Group], shades: dict[str, str], unit: str) -> str:
     return _svg("speedup", draw, (6.2, 3.5))
 
 
-def pareto(groups: Sequence[Group], shades: dict[str, str]) -> str:
+def pareto(groups: Sequence[Group], shades: dict[str, str], unit: str) -> str:
     """Total output throughput against what one user sees."""
 
     def draw(axes: Axes) -> None:
@@ -90,7 +90,7 @@ def pareto(groups: Sequence[Group], shades: dict[str, str]) -> str:
                     axes.annotate(
                         f"{group['level']:g}", (right, up), xytext=(4, 4), textcoords="offset points", fontsize=8
                     )
-        axes.set_xlabel("tokens/s of one user (numbers: concurrency)")
+        axes.set_xlabel(f"tokens/s of one user (numbers: {unit})")
         axes.set_ylabel("output tokens/s in all")
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
@@ -172,7 +172,9 @@ def _levels(axes: Axes, groups: Sequence[Group], unit: str) -> None:
 def _svg(name: str, draw: Callable[[Axes], None], size: tuple[float, float] = (6.2, 3.8)) -> str:
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
         figure = Figure(figsize=size, layout="constrained")
-        draw(figure.subplots())
+        axes = figure.subplots()
+        axes.margins(y=0.1)
+        draw(axes)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     # Behind the XML head; the page's own style sets the size.

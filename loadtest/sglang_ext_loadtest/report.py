@@ -33,7 +33,7 @@ def write(path: Path, results: dict[str, Any], sweep: Sweep) -> None:
     drawn: list[tuple[str, Markup]] = []
     if groups:
         drawn += [
-            ("Throughput against the speed of one user", Markup(plots.pareto(groups, shades))),
+            ("Throughput against the speed of one user", Markup(plots.pareto(groups, shades, unit))),
             ("Time to the first token", Markup(plots.percentiles(groups, shades, "ttft_ms", "TTFT", unit))),
             ("Time per token after it", Markup(plots.percentiles(groups, shades, "tpot_ms", "TPOT", unit))),
         ]

@@ -146,6 +146,8 @@ class Runner:
             run["halted"] = failure
         self.broken = run.get("broken_prompts", self.broken)
         cell = figures.cell(records, plan.load, self.sweep.slo, run)
+        if flushed is False:
+            cell["warnings"].append("The server's prefix cache could not be emptied before the cell.")
         return cell | {
             "method": slot.method.name,
             "level": slot.level,

@@ -82,6 +82,10 @@ class Endpoint:
         """
         try:
             listed = [str(entry["id"]) for entry in json.loads(self.get("/v1/models"))["data"]]
+        except RequestError as error:
+            if wanted is None or error.kind != "http_error":
+                raise
+            return wanted  # a gateway that lists no models
         except (ValueError, KeyError, TypeError):
             raise RequestError("http_error", "/v1/models is no list of models") from None
         if wanted is not None and wanted not in listed:
@@ -98,6 +102,8 @@ class Endpoint:
         if accelerator is None and info.get("device") == "cpu":
             accelerator = "CPU"
         kept["accelerator"] = accelerator or "not stated"
+        if info:
+            kept.setdefault("chat_template", "the model's own")
         kept["num_accelerators"] = loads.get("num_accelerators")
         return kept
 

@@ -9,11 +9,13 @@ Open loop: requests are sent when they are due, whatever the server does, and la
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gevent
@@ -67,10 +69,13 @@ class Session:
         self.client, self._report, self._fire = client, report, fire
         self._prompts = workload.load(plan.workload, plan.load.seed).prompts
         path = plan.requests.tokenizer
-        self._tokenizer = tokens.load_tokenizer(workload.Path(path)) if path else None
+        self._tokenizer = tokens.load_tokenizer(Path(path)) if path else None
         self._epoch = time.monotonic()
         self._watch = Watch()
-        self._source = self._open() if plan.load.arrivals else self._closed()
+        if plan.load.arrivals:
+            self._source = self._open()
+        else:
+            self._source = self._counted() if plan.load.seconds is None else self._timed(plan.load.seconds)
         self._buffer: list[Record] = []
         self._flushed = 0.0
         self._in_flight = self._measured_in_flight = 0
@@ -140,10 +145,9 @@ class Session:
             self._measuring = self.now() < len(self.plan.load.concurrency) * (self.plan.load.warmup_seconds + seconds)
         return self._measuring or self._measured_in_flight > 0
 
-    def _closed(self) -> Iterator[Job]:
+    def _counted(self) -> Iterator[Job]:
+        """Closed loop, a step of requests."""
         load, prompts = self.plan.load, self._prompts
-        if load.seconds is not None:
-            yield from self._timed(load.seconds)
         concurrency = load.concurrency[0]
         warmups = math.ceil((concurrency if load.warmup_requests is None else load.warmup_requests) / self.workers)
         for number in range(warmups):
@@ -151,17 +155,18 @@ class Session:
             yield Job(prompts[index], index, WARMUP, 0, concurrency)
         total = load.requests or len(prompts)
         for number in range(self.worker, total, self.workers):
-            # The last one is still to be begun by the caller when this generator is resumed: see _begin.
+            # Said before the last one is yielded: whoever takes it begins it before anyone else can look.
             self._measuring = number + self.workers < total
             yield Job(prompts[number % len(prompts)], number, MEASURE, 0, concurrency)
         self._measuring = False
-        for number in range(self.worker, 10**9, self.workers):
+        for number in itertools.count(self.worker, self.workers):
             yield Job(prompts[number % len(prompts)], number, COOLDOWN, 0, concurrency)
 
     def _timed(self, seconds: float) -> Iterator[Job]:
+        """Closed loop, steps of seconds."""
         load, prompts = self.plan.load, self._prompts
         length = load.warmup_seconds + seconds
-        for number in range(self.worker, 10**9, self.workers):
+        for number in itertools.count(self.worker, self.workers):
             now = self.now()
             step = int(now / length)
             phase = WARMUP if now - step * length < load.warmup_seconds else MEASURE
@@ -186,6 +191,7 @@ class Session:
         self._measuring = False
 
     def _dispatch(self) -> None:
+        """Open loop: send every request when it is due, whatever became of those before."""
         if self._dispatching:
             return
         self._dispatching = True

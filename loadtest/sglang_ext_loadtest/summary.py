@@ -121,7 +121,11 @@ def choose(
         able = [group for group in here if group["slo_met"] and group["method"] not in noted]
         able.sort(key=lambda group: -_merit(group, sweep))
         if not able:
-            reason = "none meets the SLO" if any(not group["slo_met"] for group in here) else "none without a caveat"
+            reason = (
+                "no method meets the SLO"
+                if any(not group["slo_met"] for group in here)
+                else "no method without a caveat"
+            )
             choices.append({"level": level, "method": None, "reason": reason, "ties": []})
             continue
         best = able[0]
@@ -149,12 +153,13 @@ def answer(sweep: Sweep, table: Sequence[dict[str, Any]], choices: Sequence[dict
     sentences = []
     for run in runs:
         first, last = run[0]["level"], run[-1]["level"]
-        levels = f"{first:g}" if first == last else f"{first:g} to {last:g}"
+        span = f"{first:g}" if first == last else f"{first:g} to {last:g}"
+        at = f"At {span} requests/s" if sweep.load.arrivals else f"At concurrency {span}"
         name = run[0]["method"]
         if name is None:
-            sentences.append(f"At {unit} {levels}: {run[0]['reason']}.")
+            sentences.append(f"{at}: {run[0]['reason']}.")
             continue
-        text = f"At {unit} {levels}: {name}"
+        text = f"{at}: {name}"
         gains = [entry["speedup"]["plain"] for entry in run if "plain" in entry["speedup"]]
         if gains:
             low, high = min(gain["value"] for gain in gains), max(gain["value"] for gain in gains)

@@ -209,7 +209,7 @@ def test_a_method_with_a_caveat_or_beyond_the_slo_is_not_recommended(tmp_path: P
     for entry in missed:
         entry["goodput"]["share"] = 0.5 if entry["level"] == 4 else 1.0
     slow = summary.summarize(sweep(tmp_path, slo=Slo(ttft_ms=10.0)), missed)
-    assert slow["answer"][-1] == "At concurrency 4: none meets the SLO."
+    assert slow["answer"][-1] == "At concurrency 4: no method meets the SLO."
     failing = summary.summarize(sweep(tmp_path, gates=("NEW@4:speedup.plain>=1",)), made())
     assert not failing["passed"] and "NEW at 4 has 0.9" in failing["gate_failures"][0]
 
