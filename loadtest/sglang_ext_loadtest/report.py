@@ -19,7 +19,7 @@ PAGES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-DEFINITIONS = (figures.__doc__ or "").split("\n\n", 2)[2].strip()
+DEFINITIONS = (figures.__doc__ or "").split("\n\n", 1)[1].strip()
 
 
 def write(path: Path, results: dict[str, Any], sweep: Sweep) -> None:
