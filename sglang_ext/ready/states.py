@@ -23,7 +23,7 @@ class CommittedStates:
     """The sources' states by request slot. All tensors belong to SGLang and keep their addresses (CUDA graphs)."""
 
     temporal: Tensor  # [recurrent layers, state slots, HV, V, K], its strides are not always those of a whole tensor
-    state_slots: Tensor  # [request slots] int32: where a request's state lies; slot 0 is padding's and holds zeros
+    state_slots: Tensor  # [request slots] int32: where a request's state lies; row 0 is padding's
     layers: tuple[int, ...]  # the sources' rows of ``temporal``
 
     def gather(self, request_slots: Tensor) -> Tensor:
