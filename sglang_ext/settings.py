@@ -9,6 +9,8 @@ from sglang_ext.errors import UsageError
 CARRIED_ROWS_LIMIT = "SGLANG_EXT_CARRIED_ROWS"
 ORACLE_LOG = "SGLANG_EXT_ORACLE_LOG"
 ROUNDS = "SGLANG_EXT_ROUNDS"
+READ_STATES = "SGLANG_EXT_READ_STATES"
+WRONG_STATES = ("zero", "stale", "shuffled")
 EXPECTED_METHOD = "SGLANG_EXT_EXPECTED_METHOD"
 
 
@@ -20,6 +22,16 @@ def carried_rows_limit() -> int | None:
     if not value.isdigit():
         raise UsageError(f"{CARRIED_ROWS_LIMIT}={value} is not a number of rows; set 0 (off), 1, 2, ... or 'all'.")
     return int(value)
+
+
+def wrong_states() -> str | None:
+    """The control a reader is fed with (``ready.controls``); unset or 'committed' means the right states."""
+    value = os.environ.get(READ_STATES, "")
+    if value in ("", "committed"):
+        return None
+    if value not in WRONG_STATES:
+        raise UsageError(f"{READ_STATES}={value} is no control; set {', '.join(WRONG_STATES)}, or 'committed' (right).")
+    return value
 
 
 def oracle_log() -> str | None:

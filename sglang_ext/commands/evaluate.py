@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="D2",
         nargs="+",
         default=[],
-        help="drafters that its gain is measured against, on the same prompts; off: itself with the carry switched off",
+        help="drafters that its gain is measured against, on the same prompts; off: itself with the carry switched "
+        "off; zero, stale, shuffled: itself, reading such states",
     )
     parser.add_argument(
         "--prompts",

@@ -10,18 +10,22 @@ from typing import Any
 
 from sglang_ext.checkpoints import DraftContract, TargetInfo, check, locate, read_contract
 from sglang_ext.errors import UsageError
-from sglang_ext.settings import CARRIED_ROWS_LIMIT, ORACLE_LOG, ROUNDS
+from sglang_ext.settings import CARRIED_ROWS_LIMIT, ORACLE_LOG, READ_STATES, ROUNDS, WRONG_STATES
 
 OFF = "off"  # as a reference: the drafter under evaluation with its carry switched off
 
 
 @dataclass(frozen=True)
 class Method:
-    """A drafter as it is served; ``carried_rows`` limits a Carryover drafter (None: all rows)."""
+    """A drafter as it is served.
+
+    ``carried_rows`` limits a Carryover drafter (None: all rows); ``states`` feeds a reader wrong ones (None: the right).
+    """
 
     name: str
     contract: DraftContract
     carried_rows: int | None = None
+    states: str | None = None
 
     def words(self, target: str, flags: Sequence[str]) -> list[str]:
         """Arguments of ``sglang-ext serve``."""
@@ -35,16 +39,18 @@ class Method:
             "algorithm": self.contract.algorithm,
             "drafts": self.contract.drafts,
             "carried_rows": self.carried_rows,
+            "states": (self.states or "committed") if self.contract.reads else None,
             "embedding": _state(self.contract.embedding_is_zero()),
             "reader": _state(self.contract.reader_is_zero()),
         }
 
 
-def environment(carried_rows: int | None = None, **more: str) -> dict[str, str]:
+def environment(carried_rows: int | None = None, states: str | None = None, **more: str) -> dict[str, str]:
     """This process's environment with the switches that a server needs, and no other of ours."""
-    kept = {k: v for k, v in os.environ.items() if k not in (CARRIED_ROWS_LIMIT, ORACLE_LOG, ROUNDS)}
+    kept = {k: v for k, v in os.environ.items() if k not in (CARRIED_ROWS_LIMIT, ORACLE_LOG, READ_STATES, ROUNDS)}
     limit = {} if carried_rows is None else {CARRIED_ROWS_LIMIT: str(carried_rows)}
-    return {**kept, **limit, **more}
+    read = {} if states is None else {READ_STATES: states}
+    return {**kept, **limit, **read, **more}
 
 
 def choose(draft: str, compare: Sequence[str], carried_rows: int | None, target: TargetInfo) -> list[Method]:
@@ -52,25 +58,35 @@ def choose(draft: str, compare: Sequence[str], carried_rows: int | None, target:
 
     Args:
         draft: directory or Hugging Face name.
-        compare: the same, or ``off``.
-        carried_rows: limit for the drafter under evaluation; references carry all rows.
+        compare: the same, or ``off`` or one of ``WRONG_STATES``: the drafter itself without its carry, or fed so.
+        carried_rows: limit for the drafter under evaluation; other drafters carry all rows.
 
     Raises:
-        UsageError: a drafter is broken or does not fit, a limit or ``off`` without Carryover, a method given twice.
+        UsageError: a drafter is broken or does not fit, a limit or ``off`` without Carryover, wrong states without a
+            reader, a method given twice.
     """
     contract = _checked(draft, target)
     if not contract.carries and (carried_rows is not None or OFF in compare):
         asked = f"--compare {OFF}" if OFF in compare else "--carried-rows"
         raise UsageError(f"{draft} is no Carryover drafter, so it carries no rows; leave {asked} out.")
-    chosen = [(contract, carried_rows)]
-    chosen += [(contract, 0) if other == OFF else (_checked(other, target), None) for other in compare]
-    seen = [(contract.path.resolve(), limit) for contract, limit in chosen]
-    twice = next((path for path, limit in seen if seen.count((path, limit)) > 1), None)
+    if fed := [word for word in compare if word in WRONG_STATES and not contract.reads]:
+        raise UsageError(f"{draft} is no ReaDy drafter, so it reads no states; leave --compare {fed[0]} out.")
+    chosen: list[tuple[DraftContract, int | None, str | None]] = [(contract, carried_rows, None)]
+    for other in compare:
+        if other == OFF:
+            chosen.append((contract, 0, None))
+        elif other in WRONG_STATES:
+            chosen.append((contract, carried_rows, other))
+        else:
+            chosen.append((_checked(other, target), None, None))
+    seen = [(contract.path.resolve(), limit, states) for contract, limit, states in chosen]
+    twice = next((method[0] for method in seen if seen.count(method) > 1), None)
     if twice is not None:
         raise UsageError(f"{twice} would be measured twice in the same way; name each drafter once.")
-    labels = _labels([path for path, _ in seen])
+    labels = _labels([path for path, _, _ in seen])
     return [
-        Method(label + _suffix(limit), contract, limit) for label, (contract, limit) in zip(labels, chosen, strict=True)
+        Method(label + _suffix(limit, states), contract, limit, states)
+        for label, (contract, limit, states) in zip(labels, chosen, strict=True)
     ]
 
 
@@ -100,7 +116,6 @@ def _state(zero: bool | None) -> str | None:
     return None if zero is None else "zero, untrained" if zero else "trained"
 
 
-def _suffix(limit: int | None) -> str:
-    if limit is None:
-        return ""
-    return ", carry off" if limit == 0 else f", {limit} carried"
+def _suffix(limit: int | None, states: str | None) -> str:
+    carried = "" if limit is None else ", carry off" if limit == 0 else f", {limit} carried"
+    return carried + (f", {states} states" if states else "")

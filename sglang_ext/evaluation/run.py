@@ -100,7 +100,8 @@ def _ask(plan: Plan, port: int, prompts: list[Prompt], temperature: float, name:
 def _measure(plan: Plan, method: Method, bar: Progress) -> dict[float, list[Answer]]:
     port, log = free_port(), plan.work / f"{plan.methods.index(method)}.log"
     starting = bar.add_task(f"{method.name}: starting the server", total=None)
-    with serving(method.words(plan.target, plan.flags), port=port, log=log, env=environment(method.carried_rows)):
+    env = environment(method.carried_rows, method.states)
+    with serving(method.words(plan.target, plan.flags), port=port, log=log, env=env):
         bar.remove_task(starting)
         return {at: _ask(plan, port, plan.prompts, at, method.name, bar) for at in plan.temperatures}
 

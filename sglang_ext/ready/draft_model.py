@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sglang_ext.carryover.draft_model import CarryoverDSparkModel
 from sglang_ext.ready.config import READER, ReadyConfig
+from sglang_ext.ready.controls import WrongStates
 from sglang_ext.ready.reader import StateReader, shard_dimension
 from sglang_ext.ready.states import CommittedStates
 
@@ -75,6 +76,7 @@ class _StateReading:
         for index, layer in enumerate(self.state_reader.layers):
             layers[layer].attach(partial(self._read, index=index), self.ready_config.inject)
         self.states: CommittedStates | None = None
+        self.control: WrongStates | None = None
         self._kernels: Any = None
         self._reduced: Tensor | None = None
         self._reader_loaded: set[str] = set()
@@ -104,7 +106,10 @@ class _StateReading:
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, behind one reduction of each request's states; an idle batch has none."""
         if input_ids.numel() and forward_batch.batch_size:
-            self._reduced = self._reduce(forward_batch.req_pool_indices)
+            slots = forward_batch.req_pool_indices
+            self._reduced = self._reduce(slots)
+            if self.control is not None:
+                self._reduced = self.control(self._reduced, slots)
         return super().forward(input_ids, positions, forward_batch, *args, **kwargs)  # type: ignore[misc]
 
     def attach_states(self, states: CommittedStates) -> None:

@@ -110,6 +110,10 @@ class StateReader(nn.Module):
             nn.init.normal_(read.query, std=read.query.shape[-1] ** -0.5, generator=generator)
             nn.init.zeros_(read.out)
 
+    def reduced_shape(self) -> tuple[int, ...]:
+        """[L, HV, r_v, r_k]: one anchor's reduced states on this rank."""
+        return (*self.value_down.shape[:3], self.key_down.shape[2])
+
     def reduce(self, states: Tensor) -> Tensor:
         """Reduced states M^ [N, L, HV, r_v, r_k] (float32) of the states [N, L, HV, V, K] of N anchors."""
         expected = (*self.value_down.shape[:2], self.value_down.shape[-1], self.key_down.shape[-1])

@@ -11,8 +11,9 @@ from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWork
 from sglang_ext.carryover.worker import CarryoverDSparkWorker
 from sglang_ext.compat import check_reading_worker, check_state_commit
 from sglang_ext.errors import refusal_ends_process
+from sglang_ext.ready.controls import WrongStates
 from sglang_ext.ready.states import committed_states
-from sglang_ext.settings import oracle_log
+from sglang_ext.settings import oracle_log, wrong_states
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,11 @@ class ReadMixin:
             check_reading_worker(worker)
             pool = worker.target_worker.model_runner.req_to_token_pool
             model.attach_states(committed_states(pool, model.ready_config, model.shards))
+            control = wrong_states()
+        if control is not None:
+            slots, reduced = pool.req_to_token.shape[0], model.state_reader.reduced_shape()
+            model.control = WrongStates(control, slots, reduced, model.states.temporal.device)
+            logger.warning("The reader is fed %s states, a control: expect less acceptance.", control)
         if get_parallel().tp_rank == 0:
             logger.info(
                 "ReaDy is on: draft layers %s read the states of target layers %s through ranks %s and %s, output %s.",
@@ -38,6 +44,17 @@ class ReadMixin:
                 model.ready_config.rank_v,
                 "trained" if any(read.out.any() for read in model.state_reader.reads) else "zero (untrained)",
             )
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None, **kwargs: Any
+    ) -> Any:
+        """One scheduler step; a control forgets the requests that a prefill starts or takes up again."""
+        control = self.draft_model.control  # type: ignore[attr-defined]
+        if control is not None and (batch.forward_mode.is_extend() or batch.is_extend_in_batch):
+            control.forget(batch.req_pool_indices)
+        return super().forward_batch_generation(  # type: ignore[misc]
+            batch, on_publish, grammar_barrier, **kwargs
+        )
 
     def init_attention_backends(self) -> None:
         """Build SGLang's attention backends, then see that this target's states are committed at all."""

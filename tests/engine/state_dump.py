@@ -1,6 +1,6 @@
 """A plugin that writes down which states a reader was given, and what the request had committed by then.
 
-Two faults may be asked for as well: states of another request, and states of the round before.
+Or, asked for it, one that gives the reader transposed states.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-FOLDER, FAULT = "SGLANG_EXT_TEST_STATE_DUMP", "SGLANG_EXT_TEST_STATE_FAULT"
-FAULTS = ("neighbour", "stale", "transposed")
+FOLDER, TRANSPOSED = "SGLANG_EXT_TEST_STATE_DUMP", "SGLANG_EXT_TEST_STATES_TRANSPOSED"
 
 
-def environment(folder: Path, fault: str = "") -> dict[str, str]:
-    """Environment in which SGLang finds this module as a plugin; without a fault it fills ``folder / "rounds"``."""
+def environment(folder: Path, transposed: bool = False) -> dict[str, str]:
+    """Environment in which SGLang finds this module as a plugin; it fills ``folder / "rounds"``, or transposes."""
     metadata = folder / "sglang_ext_state_dump-1.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-ext-state-dump\nVersion: 1\n")
@@ -27,7 +26,11 @@ def environment(folder: Path, fault: str = "") -> dict[str, str]:
     rounds = folder / "rounds"
     rounds.mkdir()
     root = Path(__file__).resolve().parents[2]
-    return {FOLDER: str(rounds), FAULT: fault, "PYTHONPATH": os.pathsep.join([str(folder), str(root)])}
+    return {
+        FOLDER: str(rounds),
+        TRANSPOSED: str(int(transposed)),
+        "PYTHONPATH": os.pathsep.join([str(folder), str(root)]),
+    }
 
 
 def register() -> None:
@@ -38,35 +41,17 @@ def register() -> None:
 
     def alloc_memory_pool(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        if os.environ[FAULT]:
-            _break(self.draft_model, os.environ[FAULT])
+        if os.environ[TRANSPOSED] == "1":
+            _transpose(self.draft_model.state_reader)
         else:
             _follow(self, Path(os.environ[FOLDER]))
 
     ReadMixin.alloc_memory_pool = alloc_memory_pool  # type: ignore[method-assign]
 
 
-def _break(model: Any, fault: str) -> None:
-    stock, last = model.state_reader.reduce, {}
-    slots = None
-    outer = model._reduce
-
-    def reduce_slots(request_slots: torch.Tensor) -> torch.Tensor:
-        nonlocal slots
-        slots = request_slots.tolist()
-        return outer(request_slots)
-
-    def reduce(states: torch.Tensor) -> torch.Tensor:
-        assert slots is not None
-        if fault == "neighbour":
-            return stock(states.roll(1, 0))
-        if fault == "transposed":
-            return stock(states.transpose(-1, -2).reshape(states.shape))
-        previous = torch.stack([last.get(slot, state) for slot, state in zip(slots, states, strict=True)])
-        last.update(zip(slots, states.clone(), strict=True))
-        return stock(previous)
-
-    model._reduce, model.state_reader.reduce = reduce_slots, reduce
+def _transpose(reader: Any) -> None:
+    stock = reader.reduce
+    reader.reduce = lambda states: stock(states.transpose(-1, -2).reshape(states.shape))
 
 
 class _Follower:

@@ -14,7 +14,7 @@ from harness import run_job
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from sglang_ext.settings import ORACLE_LOG
+from sglang_ext.settings import ORACLE_LOG, READ_STATES, WRONG_STATES
 from tests.ready_models import make_ready
 
 SOURCES = (0, 2)
@@ -198,13 +198,16 @@ def test_every_state_is_the_one_before_the_anchor(
     assert case != "two-slots" or sum(len(requests) > 1 for requests in tenants.values()) > 2
 
 
-@pytest.mark.parametrize("fault", state_dump.FAULTS)
-def test_the_oracle_sees_a_wrong_state(
-    models: dict[str, Path], drafters: dict[str, Path], plain: Any, tmp_path: Path, fault: str
+@pytest.mark.parametrize("wrong", [*WRONG_STATES, "transposed"])
+def test_the_oracle_sees_wrong_states(
+    models: dict[str, Path], drafters: dict[str, Path], plain: Any, tmp_path: Path, wrong: str
 ) -> None:
-    """Negative controls: the output stays the target's, so only the oracle can tell."""
+    """The output stays the target's whatever is read, so only the oracle can tell; the controls are really wrong."""
     log = tmp_path / "oracle.jsonl"
-    env = {ORACLE_LOG: str(log), **state_dump.environment(tmp_path, fault)}
-    assert_same_output(outputs(serve(models, drafters["random"], "READY", env)), plain)
+    how = state_dump.environment(tmp_path, transposed=True) if wrong == "transposed" else {READ_STATES: wrong}
+    assert_same_output(outputs(serve(models, drafters["random"], "READY", {ORACLE_LOG: str(log), **how})), plain)
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert sum(not row["ok"] for row in rows) > len(rows) / 2
+    if wrong == "stale":  # a request's first round has no round before
+        first = {row["rid"]: row["ok"] for row in reversed(rows)}
+        assert all(first.values())

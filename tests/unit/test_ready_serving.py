@@ -23,8 +23,10 @@ from sglang_ext.errors import UsageError
 from sglang_ext.evaluation import methods
 from sglang_ext.ready import draft_model
 from sglang_ext.ready.config import ReadyConfig, RecurrentShape
+from sglang_ext.ready.controls import WrongStates
 from sglang_ext.ready.reader import StateReader
 from sglang_ext.ready.states import committed_states
+from sglang_ext.settings import READ_STATES, WRONG_STATES
 
 CONFIG = ReadyConfig(source_layers=(1, 4), value_heads=4, value_dim=6, key_dim=5, rank_k=2, rank_v=3)
 
@@ -248,6 +250,32 @@ def test_evaluation_knows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert methods.baseline([both, ready, stock]) is stock
     with pytest.raises(UsageError, match="no Carryover drafter"):
         methods.choose(paths["ready"], ["off"], None, target)
+    first, *controls = methods.choose(paths["ready"], [*WRONG_STATES, paths["none"]], None, target)
+    assert [method.name for method in controls[:3]] == [f"ready, {kind} states" for kind in WRONG_STATES]
+    assert [m.describe()["states"] for m in (first, *controls)] == ["committed", *WRONG_STATES, None]
+    assert methods.environment(None, "stale")[READ_STATES] == "stale"
+    monkeypatch.setenv(READ_STATES, "zero")
+    assert READ_STATES not in methods.environment()
+    with pytest.raises(UsageError, match="no ReaDy drafter, so it reads no states"):
+        methods.choose(paths["carryover"], ["stale"], None, target)
+    monkeypatch.setenv(READ_STATES, "old")
+    with pytest.raises(UsageError, match="SGLANG_EXT_READ_STATES=old is no control"):
+        algorithms.check_server_args(arguments("READY"))
+
+
+def test_wrong_states_are_wrong_in_the_way_they_say() -> None:
+    shape = (2, 4, 3, 2)
+    slots, rounds = torch.tensor([3, 1, 0]), torch.randn(3, 3, *shape)
+    assert not WrongStates("zero", 5, shape, slots.device)(rounds[0], slots).any()
+    shuffled = WrongStates("shuffled", 5, shape, slots.device)(rounds[0], slots)
+    assert torch.equal(shuffled, rounds[0][[1, 2, 0]])
+    stale = WrongStates("stale", 5, shape, slots.device)
+    assert torch.equal(stale(rounds[0], slots), rounds[0])
+    turned = slots[[1, 0, 2]]  # batches change their order
+    assert torch.equal(stale(rounds[1], turned), rounds[0][[1, 0, 2]])
+    stale.forget(torch.tensor([3]))
+    read = stale(rounds[2], slots)
+    assert torch.equal(read[0], rounds[2][0]) and torch.equal(read[1], rounds[1][0])
 
 
 def test_the_algorithms_extend_dspark() -> None:
