@@ -19,7 +19,7 @@ OFF = "off"  # as a reference: the drafter under evaluation with its carry switc
 class Method:
     """A drafter as it is served.
 
-    ``carried_rows`` limits a Carryover drafter (None: all rows); ``states`` feeds a reader wrong ones (None: the right).
+    ``carried_rows`` limits a Carryover drafter (None: all rows); ``states`` feeds a reader wrong ones (None: right).
     """
 
     name: str
