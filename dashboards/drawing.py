@@ -8,7 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-COLOURS = ("#73bf69", "#f2cc0c", "#5794f2", "#ff780a", "#b877d9", "#e24d42", "#56a64b", "#8ab8ff", "#fade2a", "#ff9830")
+COLOURS = (
+    *("#73bf69", "#f2cc0c", "#5794f2", "#ff780a", "#b877d9", "#f2495c", "#37872d", "#8ab8ff", "#fade2a", "#c4162a"),
+    *("#1f60c4", "#ffa6b0", "#8f3bb8", "#96d98d", "#ffb357", "#3274d9", "#e0b400", "#ca95e5", "#56a64b", "#fa6400"),
+)
 NAMED = {"green": "#73bf69", "orange": "#ff9830", "red": "#f2495c"}
 VIRIDIS = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725")
 
@@ -34,8 +37,22 @@ def colour(value: float, steps: Sequence[dict[str, Any]]) -> str:
     return NAMED.get(found, found)
 
 
-def lines(panel: dict[str, Any], series: Sequence[Series], width: int, height: int, span: tuple[float, float]) -> str:
-    """Time series, stacked where the panel says so, with a legend below."""
+def tint(name: str, names: list[str]) -> str:
+    """A legend's colour: its place in ``names``, which grows by those not seen yet."""
+    if name not in names:
+        names.append(name)
+    return COLOURS[names.index(name) % len(COLOURS)]
+
+
+def lines(
+    panel: dict[str, Any],
+    series: Sequence[Series],
+    width: int,
+    height: int,
+    span: tuple[float, float],
+    names: list[str],
+) -> str:
+    """Time series, stacked where the panel says so, with a legend below; ``names`` come first among the colours."""
     defaults = panel["fieldConfig"]["defaults"]
     unit, custom = defaults.get("unit", ""), defaults.get("custom", {})
     stacked = custom.get("stacking", {}).get("mode") == "normal"
@@ -47,8 +64,10 @@ def lines(panel: dict[str, Any], series: Sequence[Series], width: int, height: i
     drawn = limits if custom.get("thresholdsStyle", {}).get("mode") == "dashed" else []
     values = [value for _, points in series for _, value in points]
     low = defaults.get("min") if defaults.get("min") is not None else min(values, default=0)
-    high = defaults.get("max") or max([*values, low + 1e-9]) * 1.08
-    left, top, right, bottom = 62, 6, width - 8, height - 44
+    top_value = max([*values, low])
+    high = defaults.get("max") or (top_value * 1.08 if top_value > low else low + 1)
+    below = 18 * min(4, (len(series) + 1) // 2 + len(series) // 6)  # pixels of the legend
+    left, top, right, bottom = 74, 6, width - 8, height - below - 24
 
     def at(moment: float, value: float) -> str:
         x = left + (moment - span[0]) / (span[1] - span[0]) * (right - left)
@@ -56,23 +75,23 @@ def lines(panel: dict[str, Any], series: Sequence[Series], width: int, height: i
         return f"{x:.1f},{y:.1f}"
 
     parts = [_axes(low, high, unit, span, (left, top, right, bottom))]
+    colours = [tint(name, names) for name, _ in series]
     shown = list(enumerate(series))
     for index, (_, points) in reversed(shown) if stacked else shown:
         path = " ".join(at(*point) for point in points)
-        tint = COLOURS[index % len(COLOURS)]
+        line = colours[index]
         if stacked and points:
             base = f"{at(points[-1][0], low)} {at(points[0][0], low)}"
-            parts.append(f'<polygon points="{path} {base}" fill="{tint}" fill-opacity="0.55"/>')
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{tint}" stroke-width="1.6"/>')
+            parts.append(f'<polygon points="{path} {base}" fill="{line}" fill-opacity="0.55"/>')
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{line}" stroke-width="1.6"/>')
     for limit in drawn:
         if low <= limit <= high:
             y = at(span[0], limit).split(",")[1]
             parts.append(f'<line x1="{left}" x2="{right}" y1="{y}" y2="{y}" stroke="#f2495c" stroke-dasharray="5 4"/>')
     legend = "".join(
-        f'<span><i style="background:{COLOURS[index % len(COLOURS)]}"></i>{html.escape(name)}</span>'
-        for index, (name, _) in shown
+        f'<span><i style="background:{colours[index]}"></i>{html.escape(name)}</span>' for index, (name, _) in shown
     )
-    return f'<svg width="{width}" height="{height - 20}">{"".join(parts)}</svg><div class="legend">{legend}</div>'
+    return f'<svg width="{width}" height="{height - below}">{"".join(parts)}</svg><div class="legend">{legend}</div>'
 
 
 def heat(panel: dict[str, Any], series: Sequence[Series], width: int, height: int, span: tuple[float, float]) -> str:
@@ -105,17 +124,17 @@ def big(panel: dict[str, Any], series: Sequence[Series], width: int, height: int
     each = (height - 4) / max(len(series), 1)
     for name, points in series:
         value = points[-1][1] if points else math.nan
-        tint = colour(value, steps)
+        shade = colour(value, steps)
         high = max((v for _, v in points), default=0) or 1
         path = " ".join(
             f"{(t - span[0]) / (span[1] - span[0]) * width:.1f},{each - 2 - v / high * each * 0.45:.1f}"
             for t, v in points
         )
         label = f'<tspan class="small" dx="8">{html.escape(name)}</tspan>' if len(series) > 1 else ""
-        size = min(34, each * 0.6)
-        text = f'<text x="8" y="{each * 0.55:.0f}" style="font-size:{size:.0f}px;fill:{tint}">'
+        size = min(34, each * 0.5)
+        text = f'<text x="8" y="{each * 0.55:.0f}" style="font-size:{size:.0f}px;fill:{shade}">'
         rows.append(
-            f'<svg width="{width}" height="{each:.0f}"><polyline points="{path}" fill="none" stroke="{tint}" '
+            f'<svg width="{width}" height="{each:.0f}"><polyline points="{path}" fill="none" stroke="{shade}" '
             f'stroke-opacity="0.45"/>{text}{number(value, defaults.get("unit", ""))}{label}</text></svg>'
         )
     return "".join(rows)

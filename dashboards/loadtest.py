@@ -25,11 +25,10 @@ def build() -> Any:
         board,
         "Load",
         p.lines(
-            "Requests in flight",
-            "What the load generator offered, seen by the HTTP process. Where it does not follow the run's plan, the "
-            "generator was the limit.",
+            "Requests in the server",
+            "Running and waiting ones: the load. Where it does not follow the run's plan, the generator was the limit.",
             "short",
-            (e.IN_FLIGHT, "{{instance}}"),
+            (f"{e.gauge('num_running_reqs')} + {e.gauge('num_queue_reqs')}", e.LEGEND),
         ),
         p.lines(
             "Running requests",

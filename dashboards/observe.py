@@ -1,4 +1,5 @@
-"""A server, a Prometheus that watches it with the rules of this folder, and a trickle of prompts, until Ctrl-C.
+"""A server, a Prometheus that watches it with the rules of this folder, the dashboards drawn from it, and a trickle of
+prompts, until Ctrl-C.
 
 python -m dashboards.observe
 """
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dashboards import prom
+from dashboards import preview, prom
 from sglang_ext.checkpoints import DraftContract, read_contract
 from sglang_ext.demo.__main__ import SERVER_FLAGS, carryover_drafter
 from sglang_ext.errors import UsageError
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draft", default="dspark-dense", help="the stock drafter in it, served in its Carryover form")
     parser.add_argument("--port", type=int, default=30000, help="of the server on 127.0.0.1")
     parser.add_argument("--prometheus-port", type=int, default=9090, help="of Prometheus on 127.0.0.1")
+    parser.add_argument("--preview-port", type=int, default=9091, help="of the drawn dashboards on 127.0.0.1")
     parser.add_argument("--baseline", type=Path, default=Path("baseline.yaml"), help="baseline rules, where recorded")
     parser.add_argument("--concurrency", type=int, default=2, help="prompts in flight; 0 for none")
     args = parser.parse_args(argv)
@@ -58,7 +60,7 @@ def observed(args: argparse.Namespace) -> Iterator[None]:
     for path in (args.models / args.target, args.models / args.draft):
         if not (path / "config.json").exists():
             raise UsageError(f"The reference model {path} is missing; run in the repository's root or give --models.")
-    for port in (args.port, args.prometheus_port):
+    for port in (args.port, args.prometheus_port, args.preview_port):
         check_port("127.0.0.1", port)
     drafter: DraftContract = carryover_drafter(
         read_contract(args.models / args.draft), WORK / f"carryover-{args.draft}"
@@ -73,9 +75,9 @@ def observed(args: argparse.Namespace) -> Iterator[None]:
         url = stack.enter_context(prom.running(WORK, targets, port=args.prometheus_port, rules=rules))
         print(f"  chat        http://127.0.0.1:{args.port}/v1/chat/completions")
         print(f"  metrics     http://127.0.0.1:{args.port}/metrics")
-        print(f"  Prometheus  {url}/graph")
-        print(f"  alerts      {url}/alerts")
-        print(f"  dashboards  import dashboards/*.json into Grafana with {url} as data source")
+        drawn = stack.enter_context(preview.serving(url, args.preview_port))
+        print(f"  Prometheus  {url} (alerts: {url}/api/v1/alerts)")
+        print(f"  dashboards  {drawn} draws them; for Grafana import dashboards/*.json, data source {url}")
         if args.concurrency:
             print(f"Prompts of {args.models}/prompts.jsonl are asked over and over, {args.concurrency} at a time.")
             ended = threading.Event()

@@ -65,6 +65,7 @@ def lines(
     """Time series; ``limits`` are drawn as dashed lines."""
     panel = _finish(timeseries.Panel(), title, description, unit, targets, width)
     panel.line_width(1).fill_opacity(30 if stacked else 6).show_points(kinds.VisibilityMode.NEVER)
+    panel.color_scheme(dashboard.FieldColor().mode(models.FieldColorModeId.PALETTE_CLASSIC_BY_NAME))
     panel.legend(
         common.VizLegendOptions()
         .show_legend(True)

@@ -155,8 +155,8 @@ def build() -> Any:
         ),
         p.lines(
             "Progress",
-            "Tokens computed a second, prefill included, and requests in flight as the HTTP process sees them. "
-            "Requests without tokens: the engine hangs, whatever /health says.",
+            "Tokens computed a second, prefill included, and requests as the HTTP process counts them (streamed ones a "
+            "few seconds too long). Requests without tokens: the engine hangs, whatever /health says.",
             "short",
             (
                 e.COMPUTED,

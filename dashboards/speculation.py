@@ -27,7 +27,7 @@ def against(title: str, description: str, expr: str, better: str) -> Any:
         f"{title}: canary / stable",
         f"{description} 1 is equal, {better} is better.",
         "short",
-        (f"{on('canary', expr)} / {on('stable', expr)}", "{{model_name}}"),
+        (f"({on('canary', expr)}) / ({on('stable', expr)})", "{{model_name}}"),
         limits=[(1, p.AMBER)],
         low=None,
     )

@@ -111,6 +111,16 @@ def test_no_panel_is_empty(live: Live) -> None:
     assert empty == []
 
 
+def test_a_canary_equals_itself(live: Live) -> None:
+    """With the same servers chosen on both sides the comparison is 1."""
+    found = [
+        (title, expr) for title, expr in boards.targets("speculation", WINDOW) if title.endswith("canary / stable")
+    ]
+    assert len(found) == 3
+    for title, expr in found:
+        assert wait_for(live.url, expr) == [pytest.approx(1.0)], title
+
+
 def test_every_recording_rule_has_values_and_no_alert_fires(live: Live) -> None:
     """Rules are evaluated without an error; a healthy server is quiet."""
     groups = yaml.safe_load((prom.RULES / "recording.yaml").read_text())["groups"]
