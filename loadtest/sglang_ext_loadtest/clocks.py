@@ -15,7 +15,7 @@ class Watch:
 
     All latencies are taken from the monotonic clock, so a jump of the wall clock spoils none; it is counted because
     start times in the record, and server logs beside it, no longer line up. A stall (a busy machine, a paused process)
-    delays sends and time stamps alike and does spoil them.
+    delays sends and time stamps alike and does spoil those it meets.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:

@@ -182,11 +182,14 @@ def verdict(result: dict[str, Any], load: Load, run: dict[str, Any]) -> tuple[li
     if 0 < requests["measured"] < users:
         warnings.append(f"Only {requests['measured']} measured requests for {users} users: raise requests.")
     notes = run.get("workers", [])
-    if stalls := sum(note["stalls"] for note in notes):
-        invalid.append(f"The generator stood still {stalls} times for more than half a second.")
     busy = max((note["lag_p99_ms"] for note in notes), default=0.0)
-    if busy > BUSY_LAG_MS:
+    if busy > load.max_send_lag_ms:
+        invalid.append(f"The generator could not keep up: its own timer was {busy:.0f} ms late (p99).")
+    elif busy > BUSY_LAG_MS:
         warnings.append(f"The generator was busy: its own timer was {busy:.0f} ms late (p99).")
+    if stalls := sum(note["stalls"] for note in notes):
+        longest = max(note["lag_max_ms"] for note in notes)
+        warnings.append(f"The generator stood still {stalls} times, {longest:.0f} ms at most.")
     if jumps := [jump for note in notes for jump in note["clock_jumps_s"]]:
         warnings.append(
             f"The wall clock jumped {len(jumps)} times (by {jumps[0]:+.1f} s first); times are monotonic, not affected."

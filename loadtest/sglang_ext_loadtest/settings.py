@@ -70,7 +70,9 @@ class Load:
     max_error_rate: float = 0.01  # a cell with more errors is invalid
     stop_errors: int = 20  # errors in a row that end a step
     stop_seconds: float = 900.0  # a step never takes longer
-    max_send_lag_ms: float = 500.0  # open loop: p99 that makes a step invalid
+    max_send_lag_ms: float = (
+        500.0  # p99 of send lag (open loop) or of the generator's own timer that invalidates a step
+    )
     flush_cache: bool = True  # empty the server's prefix cache before each step
 
 

@@ -11,7 +11,8 @@ from sglang_ext_loadtest import compare, figures, report, results, summary
 from sglang_ext_loadtest.records import COOLDOWN, MEASURE, WARMUP, Record
 from sglang_ext_loadtest.settings import Load, Method, Slo, Sweep, Workload
 
-RUN: dict[str, Any] = {"workers": [{"stalls": 0, "lag_p99_ms": 1.0, "clock_jumps_s": []}], "halted": None}
+CALM = {"stalls": 0, "lag_p99_ms": 1.0, "lag_max_ms": 2.0, "clock_jumps_s": []}
+RUN: dict[str, Any] = {"workers": [CALM], "halted": None}
 
 
 def record(sent: float = 0.0, events: Any = ((1.0, 1), (1.5, 4), (2.0, 2)), **more: Any) -> Record:
@@ -80,13 +81,24 @@ def test_an_open_loop_counts_from_the_intended_time_and_late_sending_invalidates
 
 
 def test_what_a_reader_must_know_is_said() -> None:
-    worker = {"stalls": 2, "lag_p99_ms": 80.0, "clock_jumps_s": [-3600.0]}
+    worker = {"stalls": 2, "lag_p99_ms": 80.0, "lag_max_ms": 700.0, "clock_jumps_s": [-3600.0]}
     run = {"workers": [worker], "halted": "the step took longer than 5 s", "broken_prompts": ["f, line 3: x"]}
     cell = figures.cell([record(source="events"), record(error="timeout", detail="no byte")], Load(), Slo(), run)
-    assert [sentence.split()[0] for sentence in cell["invalid"]] == ["Cut", "1", "The"]
+    assert [sentence.split()[0] for sentence in cell["invalid"]] == ["Cut", "1"]
     assert "1 of 2 measured requests failed (1 timeout)" in cell["invalid"][1]
     text = " ".join(cell["warnings"])
-    assert all(words in text for words in ("80 ms late", "jumped 1 times (by -3600.0 s", "1 by events", "f, line 3: x"))
+    assert all(
+        words in text
+        for words in (
+            "80 ms late",
+            "stood still 2 times, 700 ms",
+            "jumped 1 times (by -3600.0 s",
+            "1 by events",
+            "f, line 3: x",
+        )
+    )
+    slow = {"workers": [worker | {"lag_p99_ms": 600.0}], "halted": None}
+    assert "could not keep up" in figures.cell([record()], Load(), Slo(), slow)["invalid"][0]
     nothing = figures.cell([], Load(), Slo(), {"workers": [], "halted": None})
     assert nothing["invalid"] == ["No measured request succeeded."]
 

@@ -121,8 +121,8 @@ def test_measured_requests_run_among_the_full_number_of_others(mock: Any, prompt
     measured = [record for record in found if record["phase"] == "measure"]
     first, last = min(record["sent"] for record in measured), max(record["end"] for record in measured)
     for moment in np.linspace(first + 0.02, last - 0.02, 40):
-        gaps = sum(record["sent"] - 0.02 <= moment <= record["end"] + 0.02 for record in found)
-        assert gaps >= 3, f"only {gaps} requests in flight at {moment}"
+        running = sum(record["sent"] - 0.1 <= moment <= record["end"] + 0.1 for record in found)
+        assert running >= 3, f"only {running} requests in flight at {moment}"
 
 
 def test_failures_are_named_and_counted_and_the_rest_is_measured(mock: Any, prompts: Any, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_open_loop_keeps_its_schedule_and_counts_from_the_intended_time(
     cell = run_cell(one(mock.url, path, load), 8.0, tmp_path / "out")
     assert cell["invalid"] == []
     assert cell["requests"]["ok"] == 16
-    assert cell["send_lag_ms"]["p99"] < 100
+    assert cell["send_lag_ms"]["p99"] < 300
     found = sorted(records(tmp_path / "out"), key=lambda record: record["intended"])
     if arrivals == "constant":
         assert [record["intended"] for record in found[:9]] == pytest.approx([number / 8 for number in range(9)])
@@ -233,8 +233,8 @@ def test_answers_to_a_json_schema_must_be_json(mock: Any, prompts: Any, tmp_path
 
 def test_search_finds_the_highest_concurrency_within_the_slo(start_mock: Any, prompts: Any, tmp_path: Path) -> None:
     mock = start_mock(capacity=3)  # the fourth user waits for a whole answer
-    path = prompts(a_1={"ttft": 0.1, "gap": 0.1, "tokens": [1, 2, 3]})
-    sweep = one(mock.url, path, Load(requests=8), slo=Slo(ttft_ms=250.0, attainment=0.9))
+    path = prompts(a_1={"ttft": 0.15, "gap": 0.15, "tokens": [1, 2, 3]})
+    sweep = one(mock.url, path, Load(requests=8), slo=Slo(ttft_ms=400.0, attainment=0.9))
     with Runner(sweep, tmp_path / "out", lambda line: None) as runner:
         found = search(runner, 16)["mock"]
     assert (found["highest"], found["failed"]) == (3, 4)
