@@ -23,7 +23,6 @@ class Collector:
 
     def __init__(self, plan: Plan, broken: list[str], stop: Any) -> None:
         self._plan, self._broken, self._stop = plan, broken, stop
-        self._workers: set[int] = set()
         self._measured: set[int] = set()
         self._notes: dict[int, dict[str, Any]] = {}
         self._halted: str | None = None

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.evaluation.acceptance import acceptance, by_category
+from sglang_ext.evaluation.acceptance import Histogram, acceptance, by_category
 from sglang_ext_loadtest.records import MEASURE, Record
 from sglang_ext_loadtest.settings import Load, Slo
 from sglang_ext_loadtest.tokens import USAGE
@@ -128,7 +128,7 @@ def cell(records: Sequence[Record], load: Load, slo: Slo, run: dict[str, Any]) -
             "prompt_tokens": sum(record.prompt_tokens or 0 for record in fine),
             "cached_tokens": sum(record.cached_tokens or 0 for record in fine),
             "tokens_per_event": round(sum(count for _, count in steps) / len(steps), 4) if steps else None,
-            "acceptance": accepted(fine),
+            "acceptance": accepted([(record.category, record.histogram) for record in fine]),
         }
         result["goodput"] = goodput(measured, slo, result["throughput"]["seconds"])
     lags = [record.sent - record.intended for record in records if record.intended is not None]
@@ -147,19 +147,18 @@ def goodput(measured: Sequence[Record], slo: Slo, seconds: float) -> dict[str, f
     }
 
 
-def accepted(fine: Sequence[Record]) -> dict[str, Any] | None:
-    """Acceptance figures from the per-request histograms; None where the server sends none (plain decoding)."""
-    if not any(record.histogram for record in fine):
+def accepted(requests: Sequence[tuple[str, Histogram]]) -> dict[str, Any] | None:
+    """Acceptance figures from (category, histogram) of requests; None where none drafted (plain decoding)."""
+    if not any(histogram for _, histogram in requests):
         return None
-    total = acceptance([record.histogram for record in fine])
-    groups = by_category((record.category, record.histogram) for record in fine)
+    total = acceptance([histogram for _, histogram in requests])
     return {
         "length": total.length,
         "mean_of_requests": total.mean_of_requests,
         "verify_steps": total.verify_steps,
         "accepted_drafts": total.accepted_drafts,
         "survival": list(total.survival),
-        "by_category": {category: group.length for category, group in sorted(groups.items())},
+        "by_category": {category: group.length for category, group in sorted(by_category(requests).items())},
     }
 
 
@@ -221,12 +220,12 @@ def row(record: Record) -> dict[str, Any]:
     }
 
 
-def _start(record: Record) -> float:
-    return record.sent if record.intended is None else record.intended
-
-
 def totals(records: Sequence[Record]) -> tuple[int, int, int]:
     """(completion tokens, verify steps, accepted drafts) of all successful requests, as the server counts them too."""
     fine = [record for record in records if record.ok]
     pooled = acceptance([record.histogram for record in fine])
     return sum(record.tokens for record in fine), pooled.verify_steps, pooled.accepted_drafts
+
+
+def _start(record: Record) -> float:
+    return record.sent if record.intended is None else record.intended

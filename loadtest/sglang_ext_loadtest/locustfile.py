@@ -122,7 +122,8 @@ def on_test_start(environment: Environment, **_: Any) -> None:
     if isinstance(runner, MasterRunner):
         return
     if isinstance(runner, WorkerRunner):
-        index, workers = runner.worker_index, int(getattr(options, "loadtest_workers", 1))
+        workers = int(getattr(options, "loadtest_workers", 1))
+        index = runner.worker_index % workers  # indices go on counting when a worker comes back
     else:
         index, workers = 0, 1
     plan = read_plan(options, environment.host, workers)

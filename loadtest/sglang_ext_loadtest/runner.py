@@ -81,7 +81,6 @@ class Runner:
     def __init__(self, sweep: Sweep, out: Path, say: Callable[[str], None]) -> None:
         self.sweep, self.out, self.say = sweep, out, say
         self.about: dict[str, dict[str, Any]] = {}  # what each method's server says about itself
-        self.broken: list[str] = []  # prompts that could not be read
         self._stack = contextlib.ExitStack()
         self._up: tuple[Method, Endpoint, str] | None = None
         self._dead: dict[str, UsageError] = {}  # servers that could not be started
@@ -144,7 +143,6 @@ class Runner:
         records, run = _read(place)
         if failure:
             run["halted"] = failure
-        self.broken = run.get("broken_prompts", self.broken)
         cell = figures.cell(records, plan.load, self.sweep.slo, run)
         if flushed is False:
             cell["warnings"].append("The server's prefix cache could not be emptied before the cell.")
@@ -253,27 +251,27 @@ def search(runner: Runner, most: int) -> dict[str, Any]:
         By method: ``highest`` (0 when even one user is too many), ``failed`` (the lowest that was tried and missed it,
         None when ``most`` met it), and the cells in the order they were measured.
     """
-    found: dict[str, Any] = {}
-    for method in runner.sweep.methods:
-        cells: list[dict[str, Any]] = []
+    return {method.name: _search(runner, method, most) for method in runner.sweep.methods}
 
-        def meets(level: int, method: Method = method, cells: list[dict[str, Any]] = cells) -> bool:
-            cell = next(iter(runner.run([Slot(method, float(level), 0)])))
-            cells.append(cell)
-            return not cell["invalid"] and cell["goodput"]["share"] >= runner.sweep.slo.attainment
 
-        good, bad, level = 0, None, 1
-        while bad is None and level <= most:
-            if meets(level):
-                good = level
-                level = min(2 * level, most) if level < most else most + 1
-            else:
-                bad = level
-        while bad is not None and bad - good > max(1, math.floor(0.05 * good)):
-            middle = (good + bad) // 2
-            if meets(middle):
-                good = middle
-            else:
-                bad = middle
-        found[method.name] = {"highest": good, "failed": bad, "cells": cells}
-    return found
+def _search(runner: Runner, method: Method, most: int) -> dict[str, Any]:
+    cells: list[dict[str, Any]] = []
+
+    def meets(level: int) -> bool:
+        (cell,) = runner.run([Slot(method, float(level), 0)])
+        cells.append(cell)
+        return not cell["invalid"] and cell["goodput"]["share"] >= runner.sweep.slo.attainment
+
+    good, bad, level = 0, None, 1
+    while bad is None and good < most:
+        if meets(level):
+            good, level = level, min(2 * level, most)
+        else:
+            bad = level
+    while bad is not None and bad - good > max(1, math.floor(0.05 * good)):
+        middle = (good + bad) // 2
+        if meets(middle):
+            good = middle
+        else:
+            bad = middle
+    return {"highest": good, "failed": bad, "cells": cells}

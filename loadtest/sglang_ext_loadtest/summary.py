@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sglang_ext.evaluation.acceptance import acceptance, by_category
 from sglang_ext_loadtest import compare
-from sglang_ext_loadtest.figures import spread
+from sglang_ext_loadtest.figures import accepted, spread
 from sglang_ext_loadtest.gates import Gate
 from sglang_ext_loadtest.settings import Method, Slo, Sweep
 
@@ -213,17 +212,7 @@ def _group(method: Method, level: float, mine: Sequence[Cell], valid: Sequence[C
 
 
 def _acceptance(fine: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    if not any(row["histogram"] for row in fine):
-        return None
-    total = acceptance([row["histogram"] for row in fine])
-    categories = by_category((row["category"], row["histogram"]) for row in fine)
-    return {
-        "length": total.length,
-        "mean_of_requests": total.mean_of_requests,
-        "verify_steps": total.verify_steps,
-        "survival": list(total.survival),
-        "by_category": {name: group.length for name, group in sorted(categories.items())},
-    }
+    return accepted([(row["category"], row["histogram"]) for row in fine])
 
 
 def _gauges(valid: Sequence[Cell]) -> dict[str, dict[str, float]]:
