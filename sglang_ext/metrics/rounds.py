@@ -89,7 +89,7 @@ class Tally:
         Args:
             requests: SGLang's requests, before this round is committed to them.
             correct: accepted drafts of each.
-            before: what ``on_decode`` returned when the round was launched; only read with a carry.
+            before: what ``on_decode`` returned when the round was launched, None where that was not seen.
             caps: rows verified of each, where a ragged verify took fewer than W.
         """
         carry = self.carry
@@ -108,13 +108,14 @@ class Tally:
         if carry.limit == 0:
             self.uncarried[_OFF] += len(running)
             return
-        assert before is not None
+        if before is None:
+            before = [_SLOT_REUSE] * len(requests)
         uncarried, end, limit = self.uncarried, carry.columns - carry.query_width, carry.limit or last
         for index in running:
             request = requests[index]
             if (earlier := before[index]) != _ROUND:
                 uncarried[earlier] += 1
-            elif (rows := request._sglang_ext_rejected) == 0:
+            elif (rows := getattr(request, "_sglang_ext_rejected", 0)) == 0:
                 uncarried[_FULL_ACCEPTANCE] += 1
             elif (room := end - request.kv.kv_committed_len) <= 0:
                 uncarried[_ROW_END] += 1

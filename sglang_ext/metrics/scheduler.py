@@ -46,7 +46,8 @@ def _attach(scheduler: Any) -> None:
     labels["method"] = scheduler.spec_algorithm.name
     worker, settings, parallel = scheduler.draft_worker, get_spec(), get_parallel()
     drafter = None
-    if worker is not None:
+    # Verify steps of the others (trees, adaptive widths) need other sums; SGLang's gauges are there for them.
+    if worker is not None and scheduler.spec_algorithm.is_dflash_family():
         drafter = contract.contract_of(settings.speculative_draft_model_path, settings.speculative_draft_model_revision)
         tally = Tally(int(settings.speculative_num_draft_tokens), carry_of(worker), len(contract.state_layers(drafter)))
         follow(scheduler, worker, tally, SpeculationSeries(labels, tally.verify_width).add)
