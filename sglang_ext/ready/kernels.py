@@ -104,6 +104,7 @@ def reduce_states(
         *states.temporal.stride(), EPS,
         HEADS=heads, V=value_dim, K=key_dim, RV=rank_v, RK=rank_k,
         BV=_side(min(value_dim, 32)), BK=_side(key_dim), BRV=_side(rank_v), BRK=_side(rank_k),
+        num_warps=8,  # with 4 it spills registers
     )  # fmt: skip
     return out
 

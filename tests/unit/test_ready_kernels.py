@@ -1,4 +1,4 @@
-"""The reader's Triton kernels, interpreted on the CPU, against their plain forms."""
+"""The reader's Triton kernels: interpreted on the CPU, against their plain forms; and compiled for GPUs, not run."""
 
 from __future__ import annotations
 
@@ -34,3 +34,30 @@ def test_a_kernel_equals_its_plain_form(found: dict[str, dict[str, Any]], case: 
     # Rounding to bfloat16 may go either way: one unit in the last place of values up to 8.
     assert differences["read"] < (0.04 if case == "bf16-queries" else 1e-5)
     assert "odd" in case or "shared" in case or differences["transposed"] > 1  # what a wrong layout would show
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_kernels_compile_for_hopper_and_blackwell(capability: int) -> None:
+    """At the shape of a 27 B target: Triton's compiler needs no GPU, and finds what its interpreter lets pass."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sglang_ext.ready import kernels
+
+    reduce_types = dict.fromkeys(("temporal", "value_down", "key_down", "out"), "*fp32")
+    reduce_types |= {"state_slots": "*i32", "request_slots": "*i64", "layers": "*i64", "eps": "fp32"}
+    reduce_types |= {f"stride_{axis}": "i64" for axis in ("layer", "slot", "head", "value", "key")}
+    reduce_shape = {"HEADS": 48, "V": 128, "K": 128, "RV": 8, "RK": 8, "BV": 32, "BK": 128, "BRV": 16, "BRK": 16}
+    read_types = {"queries": "*bf16", "reduced": "*fp32", "out": "*bf16", "rows_per_request": "i32", "eps": "fp32"}
+    read_shape = {"HEADS": 48, "QUERY_HEADS": 48, "PAIRS": 96, "RV": 8, "RK": 8, "BP": 64, "BRV": 8, "BRK": 8}
+    for kernel, types, shape in (
+        (kernels._reduce_kernel, reduce_types, reduce_shape),
+        (kernels._read_kernel, read_types, read_shape),
+    ):
+        names = [*types, *shape]
+        assert sorted(names) == sorted(kernel.arg_names)
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=shape)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+        assert f"sm_{capability}" in made.asm["ptx"] and len(made.asm["cubin"]) > 1000
