@@ -72,8 +72,10 @@ class _Follower:
             first = request.rid not in self.tokens
             tokens = self.tokens.setdefault(request.rid, [])
             known = [*request.origin_input_ids, *request.output_ids]
-            tokens[:] = [*tokens[:start], *known[len(tokens) : start], *ids[at : at + count]]
+            taken_back = not first and start < len(tokens)
             how = ("radix" if start else "prefill") if first else "mixed" if count == 1 else "chunk"
+            how = "retracted" if taken_back else how
+            tokens[:] = [*tokens[:start], *known[len(tokens) : start], *ids[at : at + count]]
             kept = self.reached.get(request.rid)
             self.reached[request.rid] = "radix" if how == "chunk" and kept == "radix" else how
             at += count

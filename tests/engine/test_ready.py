@@ -63,6 +63,7 @@ def serve(
     algorithm: str | None,
     env: dict[str, str] | None = None,
     steps: list[dict[str, Any]] = STEPS,
+    fresh: bool | None = None,
     **flags: Any,
 ) -> dict[str, Any]:
     speculation: dict[str, Any] = {}
@@ -73,7 +74,7 @@ def serve(
         engine={"model_path": str(models["hybrid"]), **speculation, **flags},
         steps=steps,
         env=env,
-        fresh=False,
+        fresh=fresh,
     )
     return result
 
@@ -114,7 +115,8 @@ def test_two_ranks_draft_as_one(models: dict[str, Path], drafters: dict[str, Pat
     """Each rank reads its own value heads' states; their sum is what one rank reads."""
     few: list[dict[str, Any]] = [{"generate": SHORT, "sampling": {**GREEDY, "max_new_tokens": 12}}]
     one = serve(models, drafters["random"], "READY", steps=few)
-    two = serve(models, drafters["random"], "READY", {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, steps=few, tp_size=2)
+    bound = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    two = serve(models, drafters["random"], "READY", bound, steps=few, fresh=False, tp_size=2)
     assert outputs(two) == outputs(one) == [[tokens[:12] for tokens in plain[0][: len(SHORT)]]]
     assert drafting(two) == drafting(one)
 
@@ -148,6 +150,7 @@ MATRIX: dict[str, tuple[str, str, dict[str, Any]]] = {
         "before", "READY", {"chunked_prefill_size": 32, "enable_mixed_chunk": True, "page_size": 16},
     ),
     "two-slots": ("random", "READY", {"max_running_requests": 2, "max_mamba_cache_size": 12}),
+    "retraction": ("random", "READY", {"max_total_tokens": 640}),
     "carryover": ("carryover-random", "READY_CARRYOVER", {}),
 }  # fmt: skip
 EXPECTED = {
@@ -155,6 +158,7 @@ EXPECTED = {
     "no-overlap": {"prefill", "radix", "none accepted", "some accepted", "all accepted"},
     "mixed-chunk": {"prefill", "chunk", "mixed", "none accepted", "some accepted"},
     "two-slots": {"prefill", "radix", "none accepted", "some accepted", "all accepted"},
+    "retraction": {"prefill", "some accepted", "retracted"},
     "carryover": {"prefill", "radix", "none accepted", "some accepted"},
 }
 
@@ -167,6 +171,8 @@ def test_every_state_is_the_one_before_the_anchor(
     drafter, algorithm, flags = MATRIX[case]
     log = tmp_path / "oracle.jsonl"
     env = {ORACLE_LOG: str(log), **state_dump.environment(tmp_path)}
+    if case == "retraction":
+        env["SGLANG_TEST_RETRACT"] = "1"
     result = serve(models, drafters[drafter], algorithm, env, **flags)
     assert_same_output(outputs(result), plain)
     blocks = [json.loads(line) for line in log.read_text().splitlines()]
