@@ -12,7 +12,7 @@ from typing import Any
 from sglang_ext import __version__
 from sglang_ext.errors import UsageError
 from sglang_ext.evaluation.servers import interrupt_on_terminate
-from sglang_ext_loadtest import report, results, settings, workload
+from sglang_ext_loadtest import report, results, settings, summary, workload
 from sglang_ext_loadtest.gates import Gate
 from sglang_ext_loadtest.runner import Runner, schedule, search
 
@@ -151,6 +151,7 @@ def _finish(
 
 def _report(args: argparse.Namespace) -> int:
     document, sweep = results.read(args.results)
+    document["summary"] = summary.summarize(sweep, document["cells"])
     folder = args.results if args.results.is_dir() else args.results.parent
     report.write(folder / "index.html", document, sweep)
     _say(f"{folder / 'index.html'}")

@@ -36,7 +36,7 @@ def document(
         "schema": SCHEMA,
         "title": sweep.title,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "generator": {
             "sglang_ext": __version__,
             "locust": version("locust"),
@@ -87,6 +87,12 @@ def read(path: Path) -> tuple[dict[str, Any], Sweep]:
         columns = cell["rows"]
         cell["rows"] = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return results, parse(Sweep, results["sweep"], f"{file}: sweep")
+
+
+def _command() -> str:
+    program = Path(sys.argv[0])
+    words = ["python", "-m", f"sglang_ext_loadtest.{program.stem}"] if program.suffix == ".py" else [program.name]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def _text(results: dict[str, Any]) -> str:

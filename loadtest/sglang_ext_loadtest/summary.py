@@ -104,7 +104,12 @@ def break_evens(
             ladder = [level for level in levels if (method.name, reference, level) in pairs]
             point = compare.break_even(ladder, [pairs[method.name, reference, level] for level in ladder])
             if point is not None:
-                entry = {"method": method.name, "role": role, "reference": reference, "text": _point(point, ladder)}
+                entry = {
+                    "method": method.name,
+                    "role": role,
+                    "reference": reference,
+                    "text": _point(point, reference, ladder),
+                }
                 found.append(entry | {key: _finite(value) for key, value in asdict(point).items()})
     return found
 
@@ -177,6 +182,7 @@ def _group(method: Method, level: float, mine: Sequence[Cell], valid: Sequence[C
     fine = [row for row in rows if row["error"] is None]
     rates = [cell["throughput"]["output_tok_s"] for cell in valid]
     share = sum(cell["goodput"]["share"] for cell in valid) / len(valid)
+    user = sum(row["tokens"] for row in fine) / max(sum(row["busy_s"] for row in fine), 1e-9)
     group: dict[str, Any] = {
         "method": method.name,
         "level": level,
@@ -191,7 +197,9 @@ def _group(method: Method, level: float, mine: Sequence[Cell], valid: Sequence[C
             "high": max(rates),
             "requests_s": sum(cell["throughput"]["requests_s"] for cell in valid) / len(valid),
         },
-        "user_tok_s": sum(row["tokens"] for row in fine) / max(sum(row["busy_s"] for row in fine), 1e-9),
+        "user_tok_s": user,
+        # The same prompts for every method, unlike the throughput, which what ran in the cool-down is a part of.
+        "matched_tok_s": level * user,
         "ttft_ms": _spread(fine, "ttft_ms"),
         "tpot_ms": _spread(fine, "tpot_ms"),
         "e2e_ms": _spread(fine, "e2e_ms"),
@@ -231,8 +239,8 @@ def _gauges(valid: Sequence[Cell]) -> dict[str, dict[str, float]]:
 
 
 def _merit(group: dict[str, Any], sweep: Sweep) -> float:
-    """What is better: throughput; at given arrivals all have the same, so the shorter mean time to the end."""
-    return float(-group["e2e_ms"]["mean"] if sweep.load.arrivals else group["throughput"]["output_tok_s"])
+    """What is better: speed on the same prompts; at given arrivals the shorter mean time to the end."""
+    return float(-group["e2e_ms"]["mean"] if sweep.load.arrivals else group["matched_tok_s"])
 
 
 def _references(methods: Sequence[Method]) -> dict[str, str]:
@@ -257,8 +265,8 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _point(point: compare.BreakEven, ladder: Sequence[float]) -> str:
-    """A break-even point in words that follow "is faster than ..."."""
+def _point(point: compare.BreakEven, reference: str, ladder: Sequence[float]) -> str:
+    """A break-even point in words that follow the method's name."""
 
     def words(value: float) -> str:
         if value == 0:
@@ -266,10 +274,10 @@ def _point(point: compare.BreakEven, ladder: Sequence[float]) -> str:
         return f"above {ladder[-1]:g}" if math.isinf(value) else f"{value:.1f}"
 
     if point.value == 0:
-        text = "at no concurrency"
+        text = f"is not faster than {reference} at {ladder[0]:g}, where the ladder begins"
     elif math.isinf(point.value):
-        text = f"at every measured concurrency, up to {ladder[-1]:g}"
+        text = f"is faster than {reference} at every measured concurrency, up to {ladder[-1]:g}"
     else:
-        text = f"up to a concurrency of {words(point.value)}"
+        text = f"is faster than {reference} up to a concurrency of {words(point.value)}"
     low, high = words(point.low), words(point.high)
     return f"{text} [break-even {low}]" if low == high else f"{text} [break-even {low} to {high}]"

@@ -210,7 +210,7 @@ def test_the_answer_names_the_method_at_each_concurrency(tmp_path: Path) -> None
     assert found["answer"][2] == "At concurrency 4: plain."
     points = {(point["method"], point["reference"]): point for point in found["break_even"]}
     assert 2 < points["NEW", "plain"]["value"] < 4
-    assert points["NEW", "DSPARK"]["text"].startswith("at every measured concurrency, up to 4")
+    assert points["NEW", "DSPARK"]["text"].startswith("is faster than DSPARK at every measured concurrency, up to 4")
     assert ("plain", "DSPARK") not in points
 
 
