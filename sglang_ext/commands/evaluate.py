@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "off; zero, stale, shuffled: itself, reading such states",
     )
     parser.add_argument(
+        "--control", metavar="D3", help="a drafter trained for as many steps without the mechanism, compared like D2"
+    )
+    parser.add_argument(
         "--prompts",
         metavar="JSONL",
         nargs="+",
@@ -70,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     from sglang_ext.evaluation import methods, prompts, servers
 
     target = locate(args.target)
-    chosen = methods.choose(args.draft, args.compare, args.carried_rows, read_target(target))
+    references = [*args.compare, *filter(None, [args.control])]
+    chosen = methods.choose(args.draft, references, args.carried_rows, read_target(target))
     asked = prompts.read_prompts(args.prompts or [target.parent / "prompts.jsonl"], args.per_category)
     from sglang_ext.evaluation import plots, record, report
     from sglang_ext.evaluation.run import Plan, evaluate
@@ -86,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         target=args.target,
         target_path=target,
         methods=chosen,
+        control=chosen[-1] if args.control else None,
         prompts=asked,
         temperatures=list(dict.fromkeys(args.temperature)),
         max_tokens=args.max_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,21 @@ def comparisons(
         value, span = gain(counts, other, seed)
         rows.append({"category": category, "prompts": len(chosen), "gain": value, "interval": span})
     return rows
+
+
+def gains(rows: Sequence[dict[str, Any]], roles: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The comparisons of :func:`comparisons` with the references that have a role, side by side.
+
+    ``roles`` maps a field's name to a reference. One row per temperature and category; gains are fractions.
+    """
+    found: dict[tuple[float, str], dict[str, Any]] = {}
+    for role, reference in roles.items():
+        for row in rows:
+            if row["reference"] == reference:
+                head = {name: row[name] for name in ("method", "temperature", "category", "prompts")}
+                entry = found.setdefault((row["temperature"], row["category"]), head)
+                entry |= {role: row["gain"], f"{role}_interval": row["interval"]}
+    return list(found.values())
 
 
 @dataclass(frozen=True)

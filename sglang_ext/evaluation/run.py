@@ -34,6 +34,7 @@ class Plan:
     target: str  # as the server takes it
     target_path: Path
     methods: list[Method]  # the one under evaluation first
+    control: Method | None  # one of them: as much training without the mechanism
     prompts: list[Prompt]
     temperatures: list[float]
     max_tokens: int
@@ -43,6 +44,11 @@ class Plan:
     seed: int
     flags: tuple[str, ...]  # for every server
     work: Path  # logs and recordings
+
+    @property
+    def baseline(self) -> Method | None:
+        """The drafter that the one under evaluation started from; see :func:`methods.baseline`."""
+        return baseline([method for method in self.methods if method != self.control])
 
 
 def evaluate(plan: Plan, bar: Progress) -> dict[str, Any]:
@@ -69,14 +75,17 @@ def evaluate(plan: Plan, bar: Progress) -> dict[str, Any]:
             )
             head = {"method": first.name, "reference": other.name, "temperature": temperature}
             comparisons += [{**head, **row} for row in rows]
+    references = {"gain_over_baseline": plan.baseline, "gain_over_control": plan.control}
+    named = {role: method.name for role, method in references.items() if method is not None}
     carry = None
     if first.contract.method == "carryover" and plan.recorded_prompts:
         carry = _carry(plan, bar)
-        carry["correlation"] = _correlation(carry["by_category"], records, comparisons, baseline(plan.methods))
+        carry["correlation"] = _correlation(carry["by_category"], records, comparisons, plan.baseline)
     return {
         "methods": [method.describe() for method in plan.methods],
         "records": records,
         "comparisons": comparisons,
+        "gains": figures.gains(comparisons, named),
         "identity": identity,
         "carry": carry,
         "traces": _as_json(traces),
@@ -163,7 +172,7 @@ def _variants(plan: Plan) -> tuple[list[Variant], str | None]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = [plan.methods[0], *filter(None, [baseline(plan.methods)])]
+    chosen = [plan.methods[0], *filter(None, [plan.baseline])]
     try:
         drafters = [ReferenceDrafter(m.contract.path, plan.target_path, device) for m in chosen]
     except ValueError as error:

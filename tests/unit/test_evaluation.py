@@ -11,7 +11,7 @@ import pytest
 from sglang_ext.errors import UsageError
 from sglang_ext.evaluation.bootstrap import Counts, gain, interval, resample
 from sglang_ext.evaluation.client import Answer
-from sglang_ext.evaluation.figures import ALL, comparisons, differences, records, traces
+from sglang_ext.evaluation.figures import ALL, comparisons, differences, gains, records, traces
 from sglang_ext.evaluation.prompts import Prompt, read_prompts
 
 
@@ -105,6 +105,25 @@ def test_records_and_comparisons_by_category_and_over_all() -> None:
     assert gains[ALL]["prompts"] == 3 and gains[ALL]["gain"] == pytest.approx(2.4 / 1.6 - 1)
     with pytest.raises(ValueError, match="same prompts"):
         comparisons(method, reference[1:], 2, 1, seed=0)
+
+
+def test_gains_over_references_with_a_role_stand_side_by_side() -> None:
+    head = {"method": "m", "temperature": 0.0, "category": "all", "prompts": 2}
+    rows = [
+        {**head, "reference": "base", "gain": 0.1, "interval": [0.05, 0.15]},
+        {**head, "reference": "other", "gain": 0.5, "interval": [0.4, 0.6]},
+        {**head, "reference": "control", "gain": 0.04, "interval": [0.01, 0.07]},
+    ]
+    assert gains(rows, {"gain_over_baseline": "base", "gain_over_control": "control"}) == [
+        {
+            **head,
+            "gain_over_baseline": 0.1,
+            "gain_over_baseline_interval": [0.05, 0.15],
+            "gain_over_control": 0.04,
+            "gain_over_control_interval": [0.01, 0.07],
+        }
+    ]
+    assert gains(rows, {}) == []
 
 
 def test_a_difference_is_where_an_answer_first_leaves_plain_decoding() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class Served:
         self.asked.append(settings)
         words = self.servers[-1][0]
         drafter = Path(words[2]).name if "--draft" in words else ""
-        histogram = {"carry": (0, 4, 4), "dspark": (2, 4, 2), "dflash": (4, 4), "": ()}[drafter]
+        histogram = {"carry": (0, 4, 4), "dspark": (2, 4, 2), "as-long": (1, 4, 3), "dflash": (4, 4), "": ()}[drafter]
         answers = [Answer(p, "", (1, 2, 9 if drafter in self.wrong else 3), histogram, (5,)) for p in prompts]
         for answer in answers:
             settings["done"](answer)
@@ -97,6 +98,18 @@ def test_every_method_is_served_and_compared(
     printed = capsys.readouterr().out
     for part in ("2.50 [2.50, 2.50]", "+25.0 %", "identical to plain", "zero, untrained", "percentile bootstrap"):
         assert part in printed, printed
+
+
+def test_a_control_has_its_own_gain(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(models / "dspark", models / "as-long")
+    Served(monkeypatch)
+    assert evaluate(models, "--compare", models / "dspark", "--control", models / "as-long", "--temperature", 0) == 0
+    document = json.loads((models / "out" / "evaluation.json").read_text())
+    assert [method["name"] for method in document["methods"]] == ["carry", "dspark", "as-long"]
+    everything = next(row for row in document["gains"] if row["category"] == "all")
+    assert everything["gain_over_baseline"] == pytest.approx(2.5 / 2 - 1)
+    assert everything["gain_over_control"] == pytest.approx(2.5 / 2.25 - 1)
+    assert everything["gain_over_control_interval"] == pytest.approx([1 / 9, 1 / 9])
 
 
 @pytest.mark.parametrize(
