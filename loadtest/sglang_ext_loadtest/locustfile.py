@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 from sglang_ext.errors import UsageError
 from sglang_ext_loadtest import settings, workload
 from sglang_ext_loadtest.client import StreamingClient
+from sglang_ext_loadtest.clocks import same_clock
 from sglang_ext_loadtest.collector import Collector
 from sglang_ext_loadtest.figures import tpot
 from sglang_ext_loadtest.records import Record, RequestError
@@ -110,7 +112,7 @@ def on_init(environment: Environment, runner: Any, **_: Any) -> None:
 def on_test_start(environment: Environment, **_: Any) -> None:
     """Make this process's session (where users run) or collector (where they do not), or both."""
     runner: Any = environment.runner
-    options = environment.parsed_options
+    options: Any = environment.parsed_options
     if isinstance(runner, MasterRunner | LocalRunner):
         workers = runner.worker_count if isinstance(runner, MasterRunner) else 1
         plan = read_plan(options, environment.host, workers)
@@ -118,15 +120,19 @@ def on_test_start(environment: Environment, **_: Any) -> None:
         stop = (lambda: runner.send_message("loadtest_stop")) if isinstance(runner, MasterRunner) else _stop_session
         STATE["collector"] = Collector(plan, broken, stop)
         STATE["collector"].expected = workers
-        vars(options)["loadtest_workers"] = workers  # travels to the workers with the other options
+        # These travel to the workers with the other options.
+        vars(options)["loadtest_workers"] = workers
+        vars(options)["loadtest_start"] = [same_clock(), time.monotonic()]
     if isinstance(runner, MasterRunner):
         return
     if isinstance(runner, WorkerRunner):
-        workers = int(getattr(options, "loadtest_workers", 1))
+        workers = options.loadtest_workers
         index = runner.worker_index % workers  # indices go on counting when a worker comes back
     else:
         index, workers = 0, 1
     plan = read_plan(options, environment.host, workers)
+    clock, start = options.loadtest_start
+    epoch = start if clock and clock == same_clock() else None
     api_key = os.environ.get(plan.requests.api_key_env)
 
     def client(connections: int) -> StreamingClient:
@@ -139,7 +145,7 @@ def on_test_start(environment: Environment, **_: Any) -> None:
             STATE["collector"].receive(message)
 
     STATE["session"] = session = Session(
-        plan, index, workers, client, report, lambda record: _fire(environment, record)
+        plan, index, workers, client, report, lambda record: _fire(environment, record), epoch
     )
     gevent.spawn(session.watch)
 

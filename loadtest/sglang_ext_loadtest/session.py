@@ -54,6 +54,7 @@ class Session:
         client: makes a client for a number of connections.
         report: called with ``{"kind": "records" | "measured" | "done", "worker", ...}``.
         fire: called with every finished record, for Locust's own statistics.
+        epoch: the start on the monotonic clock, where processes that share it have agreed on one; default now.
     """
 
     def __init__(
@@ -64,13 +65,14 @@ class Session:
         client: Callable[[int], StreamingClient],
         report: Callable[[dict[str, Any]], None],
         fire: Callable[[Record], None],
+        epoch: float | None = None,
     ) -> None:
         self.plan, self.worker, self.workers = plan, worker, workers
         self.client, self._report, self._fire = client, report, fire
         self._prompts = workload.load(plan.workload, plan.load.seed).prompts
         path = plan.requests.tokenizer
         self._tokenizer = tokens.load_tokenizer(Path(path)) if path else None
-        self._epoch = time.monotonic()
+        self._epoch = time.monotonic() if epoch is None else epoch
         self._watch = Watch()
         if plan.load.arrivals:
             self._source = self._open()
