@@ -13,14 +13,12 @@ import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from sglang_ext.errors import UsageError
-
-SGLANG_VERSION = "0.5.23"
+from sglang_ext.sglang_version import SGLANG_VERSION
 
 DRAFT_BACKENDS = ("triton", "flashinfer", "fa3", "fa4", "torch_native")
 """Attention backends whose draft block is an ordinary prefix plus a block (internals: read from req_to_token)."""
@@ -73,22 +71,6 @@ METRICS_TOUCH_POINTS: dict[str, tuple[str, ...]] = {
         "num_correct_drafts_per_req", "batch_size",
     ),
 }  # fmt: skip
-
-
-def check_version() -> None:
-    """UsageError unless the installed SGLang is the one this plugin is written for."""
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        raise UsageError(
-            f"SGLang is not installed, but this plugin extends SGLang {SGLANG_VERSION}; "
-            f"run `pip install sglang=={SGLANG_VERSION}`."
-        ) from None
-    if found.split("+")[0] != SGLANG_VERSION:
-        raise UsageError(
-            f"SGLang {found} is installed, but this plugin relies on private parts of SGLang {SGLANG_VERSION}; "
-            f"run `pip install sglang=={SGLANG_VERSION}`."
-        )
 
 
 def check_touch_points(points: dict[str, tuple[str, ...]] = TOUCH_POINTS) -> None:

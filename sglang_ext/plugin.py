@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from sglang_ext import compat
 from sglang_ext.errors import refusal_ends_process
+from sglang_ext.sglang_version import check_version
 
 
 def register() -> None:
     """Entry point of the group ``sglang.srt.plugins``: add the algorithms, or end the process with the reason."""
     with refusal_ends_process():
-        compat.check_version()
+        check_version()
     from sglang.srt.platforms import current_platform
 
     from sglang_ext import algorithms, cpu

@@ -22,11 +22,17 @@ DEFAULT_ADDRESS = ("127.0.0.1", 30000)  # of SGLang's own --host and --port
 
 def main(argv: Sequence[str]) -> int:
     """Run the server until it is told to stop; 2 when the arguments are refused."""
-    from sglang_ext import compat, cpu
+    from sglang_ext import cpu
+    from sglang_ext.sglang_version import check_version
 
     with refusal_ends_process():
-        compat.check_version()
+        check_version()
         if cpu.activate():
+            if wants_gpu(argv):
+                raise UsageError(
+                    "--device cuda was asked for, but torch finds no usable GPU; check the driver and that the "
+                    "container has been given a GPU, or leave the flag out to serve on the CPU for development."
+                )
             print(
                 "sglang-ext: no accelerator was found, so this serves on the CPU: for development only.",
                 file=sys.stderr,
@@ -73,17 +79,36 @@ def with_cpu_defaults(argv: Sequence[str]) -> list[str]:
     """The arguments with those a CPU server needs, where they were not given."""
     from sglang_ext.cpu import SERVER_DEFAULTS
 
-    given = {word.split("=")[0] for word in argv}
-    result = list(argv)
+    defaults: list[str] = []
     for name, value in SERVER_DEFAULTS.items():
         if name == "skip_server_warmup":
             # Without the warm-up request SGLang calls its own /freeze_gc before it listens (http_server.py:2589), and
             # prints a traceback; an engine in Python never warms up.
             continue
-        flag = "--" + name.replace("_", "-")
-        if flag not in given and value is not False:
-            result += [flag] if value is True else [flag, str(value)]
+        if value is not False:
+            flag = "--" + name.replace("_", "-")
+            defaults += [flag] if value is True else [flag, str(value)]
+    return [*argv, *missing(argv, defaults)]
+
+
+def missing(argv: Sequence[str], defaults: Sequence[str]) -> list[str]:
+    """Those of the default flags, with their values, that the arguments do not have.
+
+    >>> missing(["--port=1"], ["--port", "2", "--enable-metrics", "--host", "0.0.0.0"])
+    ['--enable-metrics', '--host', '0.0.0.0']
+    """
+    given, result, wanted = {word.split("=")[0] for word in argv}, [], False
+    for word in defaults:
+        if word.startswith("--"):
+            wanted = word.split("=")[0] not in given
+        if wanted:
+            result.append(word)
     return result
+
+
+def wants_gpu(argv: Sequence[str]) -> bool:
+    """Whether ``--device cuda`` rules the CPU out."""
+    return (take(argv, "--device")[0] or "").startswith("cuda")
 
 
 def take(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 
 from sglang_ext.errors import UsageError
 
@@ -12,6 +13,7 @@ ROUNDS = "SGLANG_EXT_ROUNDS"
 READ_STATES = "SGLANG_EXT_READ_STATES"
 WRONG_STATES = ("zero", "stale", "shuffled")
 EXPECTED_METHOD = "SGLANG_EXT_EXPECTED_METHOD"
+SERVE_FLAGS = "SGLANG_EXT_SERVE_FLAGS"
 
 
 def carried_rows_limit() -> int | None:
@@ -47,3 +49,15 @@ def rounds_folder() -> str | None:
 def expected_method() -> str | None:
     """Name of the algorithm an operator expects here (NONE for plain decoding); the metrics say if it is another."""
     return os.environ.get(EXPECTED_METHOD, "").upper() or None
+
+
+def serve_flags() -> list[str]:
+    """SGLang flags that ``sglang-ext serve`` adds where they are not given; the container image sets them."""
+    text = os.environ.get(SERVE_FLAGS, "")
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{SERVE_FLAGS}={text} cannot be split into flags ({error}); correct its quotes.") from None
+    if words and not words[0].startswith("--"):
+        raise UsageError(f"{SERVE_FLAGS} must hold flags, and {words[0]} is none; write --name value.")
+    return words

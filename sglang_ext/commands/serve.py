@@ -1,7 +1,8 @@
 """``sglang-ext serve``: SGLang's own server with the algorithm that a drafter needs.
 
-Everything that can be wrong with checkpoints, method and port is found here, before torch or SGLang is imported; then
-this process becomes the server (``sglang_ext.server``), so signals and the exit code are the server's own.
+Everything that can be wrong with the installation, checkpoints, method and port, and with driver, GPUs and memory under
+``--device cuda``, is found here, before torch or SGLang is imported; then this process becomes the server
+(``sglang_ext.server``), so signals and the exit code are the server's own.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import os
 import sys
 from pathlib import Path
 
-from sglang_ext import server
+from sglang_ext import preflight, server
 from sglang_ext.checkpoints import DraftContract, check, find_target, locate, read_contract
 from sglang_ext.errors import UsageError
+from sglang_ext.settings import serve_flags
 
 METHODS = ("auto", "none", "carryover", "ready", "ready_carryover")
 TAKES_REST = True  # what this parser does not know is SGLang's, in its order, in args.rest
@@ -35,15 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto (default): what the drafter is made for; none: stock DFLASH or DSPARK (plain without a drafter)",
     )
+    parser.add_argument("--check", action="store_true", help="check everything and say what was found; start nothing")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything, then become the server; returns only where that is impossible."""
+    """Check everything, then become the server; returns only under ``--check`` or where that is impossible."""
+    preflight.check_plugin()
     model, flags = split_model(args.rest)
+    flags += server.missing(flags, serve_flags())
+    driver, gpus = preflight.check_gpus(flags) if server.wants_gpu(flags) else (None, [])
+    drafter_bytes = 0
     argv = ["--model-path", model, *flags]
     if args.draft:
         contract = checked_draft(model, args.draft, flags)
         algorithm = choose_algorithm(contract, args.method)
+        drafter_bytes = contract.weights.nbytes
         argv += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", args.draft]
         note = f"{algorithm} on {model} with {args.draft}, {contract.verify_width} rows in a verify step"
         if contract.embedding_is_zero():
@@ -56,10 +64,16 @@ def run(args: argparse.Namespace) -> int:
         if "://" not in model and not Path(model).exists():
             locate(model, weights=False)
         note = f"{model} as SGLang serves it, without a drafter of ours"
+    if driver is not None:
+        target_bytes = preflight.weight_bytes(model, server.take(flags, "--revision")[0])
+        estimate = preflight.estimate_memory(gpus, flags, target_bytes, drafter_bytes)
+        print(f"sglang-ext serve: {preflight.describe(driver, gpus, estimate)}.", file=sys.stderr)
     # Another node's rank does not listen, and a --config file may name another port; the server looks again itself.
     if server.take(flags, "--node-rank")[0] in (None, "0") and server.take(flags, "--config")[0] is None:
         server.check_port(*server.address(flags))
     print(f"sglang-ext serve: {note}.", file=sys.stderr, flush=True)
+    if args.check:
+        return 0
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "sglang_ext.server", *argv])
 

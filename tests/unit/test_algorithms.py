@@ -13,7 +13,7 @@ from checkpoint_fixtures import make_drafter, make_target, set_tensor
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import get_spec
 
-from sglang_ext import algorithms, compat
+from sglang_ext import algorithms, compat, sglang_version
 from sglang_ext.checkpoints import read_contract
 from sglang_ext.commands.convert import convert
 from sglang_ext.errors import UsageError, refusal_ends_process
@@ -166,10 +166,10 @@ def test_default_backends_are_chosen_as_for_the_base() -> None:
 
 
 def test_another_sglang_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    compat.check_version()
-    monkeypatch.setattr(compat, "version", lambda name: "0.5.24")
+    sglang_version.check_version()
+    monkeypatch.setattr(sglang_version, "version", lambda name: "0.5.24")
     with pytest.raises(UsageError, match=r"SGLang 0\.5\.24 .* 0\.5\.23"):
-        compat.check_version()
+        sglang_version.check_version()
 
 
 def test_touch_points_hold_and_drift_is_named() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from checkpoint_fixtures import edit_config, make_drafter, make_target
 
-from sglang_ext import compat, cpu, server
+from sglang_ext import cpu, server, sglang_version
 from sglang_ext.checkpoints import read_contract
 from sglang_ext.cli import main
 from sglang_ext.commands.convert import convert
@@ -172,7 +172,7 @@ def test_cpu_defaults_give_way_to_what_was_given() -> None:
 
 
 def test_another_sglang_is_refused_before_it_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setattr(compat, "version", lambda name: "0.5.22")
+    monkeypatch.setattr(sglang_version, "version", lambda name: "0.5.22")
     with pytest.raises(SystemExit) as caught:
         server.main(["--model-path", "m"])
     assert caught.value.code == 2
