@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ def environment(folder: Path, transposed: bool = False) -> dict[str, str]:
 
 def register() -> None:
     """Attach to every reading worker once its pools exist."""
+    scheduler = sys.modules.get("sglang.srt.managers.scheduler")
+    if scheduler is not None:  # a forked process has read the variable already
+        scheduler.TEST_RETRACT = os.environ.get("SGLANG_TEST_RETRACT") == "1"  # type: ignore[attr-defined]
     from sglang_ext.ready.worker import ReadMixin
 
     stock = ReadMixin.alloc_memory_pool
