@@ -3,8 +3,8 @@
 A block belongs to an anchor of a packed sequence and sees the anchor's document before it, its own rows, and in
 Carryover training its own carried rows. That holds for draft blocks, and for the branches that the target verifies,
 which are causal inside. It is the rule of ``speculators`` models/dflash/attention.py (a test compares the two), written
-as intervals: the compiled kernel spends most of its time on the library's form, whose generic construction evaluates the
-rule for every pair of a query and a key, billions a step.
+as intervals: the compiled kernel spends most of its time on the library's form, and the generic construction of sparse
+masks evaluates it for every pair of a query and a key, billions a step.
 """
 
 from __future__ import annotations
