@@ -65,7 +65,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     prompts = read_prompts(args.prompts or args.models / "prompts.jsonl", args.per_category)
     check_port("127.0.0.1", args.port)
     work = args.out.parent / "demo"
-    carried = carryover_drafter(base, work / f"carryover-{args.draft}")
+    carried = carryover_drafter(base, args.models / f"carryover-{args.draft}", work)
+    check(carried, read_target(target))
     methods = {
         "plain decoding": [str(target)],
         base.algorithm: [str(target), "--draft", str(draft), "--method", "none"],
@@ -93,10 +94,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0 if all(row["identical"] for row in rows) else 1
 
 
-def carryover_drafter(base: DraftContract, path: Path) -> DraftContract:
-    """The Carryover form of the reference drafter, made anew by ``convert``."""
-    shutil.rmtree(path, ignore_errors=True)
-    return convert(base, path)
+def carryover_drafter(base: DraftContract, trained: Path, work: Path) -> DraftContract:
+    """The reference drafter's Carryover form: the trained one, else one that ``convert`` makes in ``work``."""
+    if (trained / "config.json").exists():
+        return read_contract(trained)
+    made = work / trained.name
+    shutil.rmtree(made, ignore_errors=True)
+    return convert(base, made)
 
 
 def measure(args: argparse.Namespace, prompts: list[Prompt], method: str, bar: Progress, task: Any) -> list[Answer]:
@@ -113,6 +117,8 @@ def show(console: Console, rows: list[dict[str, Any]], untrained: str | None, ou
     console.print(report.table(rows, untrained))
     if untrained:
         console.print(f"The embedding of {untrained} is zero, still untrained: its column is no result for Carryover.")
+    else:
+        console.print("The Carryover drafter was trained for longer; what that alone gives: docs/results.md.")
     console.print("Plain decoding emits one token per step. Times on a CPU are no speed claim for any method.")
     console.print(f"Figures: {out}", soft_wrap=True)
 
