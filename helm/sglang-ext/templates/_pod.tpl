@@ -185,7 +185,7 @@ livenessProbe:
     limits: {memory: 8Gi}
   terminationMessagePolicy: FallbackToLogsOnError
   securityContext:
-    {{- include "sglang-ext.containerSecurity" $ | nindent 4 }}
+    {{- include "sglang-ext.helperSecurity" $ | nindent 4 }}
   volumeMounts:
     - {name: models, mountPath: {{ $v.storage.models.mountPath }}}
     - {name: scripts, mountPath: /etc/sglang-ext, readOnly: true}
@@ -218,8 +218,10 @@ persistentVolumeClaim:
 {{- $readOnly := or $v.storage.models.readOnly (eq $v.storage.models.type "image") -}}
 metadata:
   labels:
-    {{- include "sglang-ext.labels" $root | nindent 4 }}
+    # No versions here: a new chart that changes nothing else must not restart a server.
+    {{- include "sglang-ext.instance" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .role }}
+    track: {{ $v.track }}
     {{- with $v.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -248,11 +250,11 @@ spec:
   {{- end }}
   securityContext:
     {{- include "sglang-ext.podSecurity" $root | nindent 4 }}
-  {{- with merge (dict) $v.nodeSelector $profile.nodeSelector }}
+  {{- with merge (dict) $v.nodeSelector (default (dict) $profile.nodeSelector) }}
   nodeSelector:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with concat $profile.tolerations $v.tolerations }}
+  {{- with concat (default (list) $profile.tolerations) $v.tolerations }}
   tolerations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
