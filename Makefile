@@ -2,7 +2,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 
-.PHONY: help setup demo loadtest-demo observe prometheus test lint clean
+.PHONY: help setup demo loadtest-demo observe prometheus chart chart-tools test lint clean
 
 help: ## What can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -22,7 +22,14 @@ observe: setup prometheus ## A server with prompts trickling in, and Prometheus 
 prometheus: setup
 	@$(RUN) -m dashboards.tools > /dev/null
 
-test: setup prometheus ## All tests (about 15 minutes on two cores)
+chart: setup prometheus chart-tools ## Lint, render and validate the Helm chart with helm 3 and 4
+	@$(RUN) helm/sync.py --check
+	@$(RUN) -m pytest tests/chart
+
+chart-tools: setup
+	@$(RUN) helm/tools.py > /dev/null
+
+test: setup prometheus chart-tools ## All tests (about 15 minutes on two cores)
 	@$(RUN) -m pytest
 
 lint: setup ## ruff and mypy
