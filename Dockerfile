@@ -8,15 +8,15 @@ ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm
 # --- The wheel. Its stage, and whatever pip keeps, is left behind. ---
 FROM ${PYTHON_IMAGE} AS wheel
 WORKDIR /src
-COPY requirements/cpu.txt requirements/cpu.txt
-RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    python3 -m venv /opt/build \
-    && /opt/build/bin/pip install --no-cache-dir --constraint requirements/cpu.txt hatchling
 COPY pyproject.toml README.md LICENSE ./
+COPY requirements/cpu.txt requirements/cpu.txt
 COPY models/prompts.jsonl models/prompts.jsonl
 COPY loadtest loadtest
 COPY sglang_ext sglang_ext
-RUN /opt/build/bin/pip wheel --no-cache-dir --no-index --no-deps --no-build-isolation --wheel-dir /dist .
+# The build backend is pinned too; pip 25.3 reads the second name, older ones the first.
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    PIP_CONSTRAINT=requirements/cpu.txt PIP_BUILD_CONSTRAINT=requirements/cpu.txt \
+    python3 -m pip wheel --no-cache-dir --no-deps --wheel-dir /dist .
 
 # --- The load test's packages, of the versions it is tested with. ---
 FROM ${PYTHON_IMAGE} AS loadtest-packages

@@ -14,7 +14,7 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-WANTED = ("python3", "python3-pip", "python3-venv", "passwd", "ca-certificates")
+WANTED = ("python3", "python3-pip", "python3-venv", "libstdc++6", "passwd", "ca-certificates")
 _LEFT_OUT = ("/usr/share/doc/", "/usr/share/man/", "/usr/share/locale/", "/usr/share/info/", "/usr/share/zoneinfo/")
 _MASTERS = {"etc/passwd": "passwd.master", "etc/group": "group.master"}
 
