@@ -2,7 +2,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 
-.PHONY: help setup demo loadtest-demo observe prometheus chart chart-tools test lint clean
+.PHONY: help setup demo loadtest-demo observe prometheus chart chart-tools test lint image clean
 
 help: ## What can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -36,6 +36,9 @@ lint: setup ## ruff and mypy
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
+
+image: ## The container images, with docker, podman or buildah; SGLANG_IMAGE=, PYTHON_IMAGE=, TARGETS=
+	@$(PYTHON) scripts/image.py
 
 clean: ## Remove build results (not .venv)
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
