@@ -63,7 +63,7 @@ def observed(args: argparse.Namespace) -> Iterator[None]:
     for port in (args.port, args.prometheus_port, args.preview_port):
         check_port("127.0.0.1", port)
     drafter: DraftContract = carryover_drafter(
-        read_contract(args.models / args.draft), WORK / f"carryover-{args.draft}"
+        read_contract(args.models / args.draft), args.models / f"carryover-{args.draft}", WORK
     )
     words = [str(args.models / args.target), "--draft", str(drafter.path), *SERVER_FLAGS]
     env = {**os.environ, EXPECTED_METHOD: drafter.algorithm}
