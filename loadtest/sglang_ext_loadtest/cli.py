@@ -12,7 +12,8 @@ from typing import Any
 from sglang_ext import __version__
 from sglang_ext.errors import UsageError
 from sglang_ext.evaluation.servers import interrupt_on_terminate
-from sglang_ext_loadtest import report, results, settings, summary, workload
+from sglang_ext_loadtest import report, results, settings, summary, tokens, workload
+from sglang_ext_loadtest.arrivals import read_trace
 from sglang_ext_loadtest.gates import Gate
 from sglang_ext_loadtest.runner import Runner, schedule, search
 
@@ -83,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(sweep: settings.Sweep, out: Path) -> int:
     """Run a whole sweep and write everything; what was measured is written also when it is interrupted."""
-    _check(sweep)
+    _check(sweep, out)
     cells: list[dict[str, Any]] = []
     slots = schedule(sweep)
     code = 0
@@ -121,14 +122,23 @@ def _search(args: argparse.Namespace) -> int:
         raise UsageError(
             "A search needs a closed loop and limits to search under; set ttft_ms, tpot_ms or e2e_ms in [slo]."
         )
-    _check(sweep)
+    if args.most < 1:
+        raise UsageError(f"--most is {args.most}; give the highest number of users to try, 1 or more.")
+    _check(sweep, args.out)
+    cells: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
+    code = 0
     with Runner(sweep, args.out, _say) as runner:
-        found = search(runner, args.most)
-    cells = [cell for entry in found.values() for cell in entry.pop("cells")]
+        try:
+            found = search(runner, args.most, cells)
+        except KeyboardInterrupt:
+            _say(f"Interrupted after {len(cells)} cells; the report holds what was measured.")
+            code = 130
     for name, entry in found.items():
         limit = "the most tried" if entry["failed"] is None else f"{entry['failed']} missed the SLO"
         _say(f"{name}: {entry['highest']} concurrent requests meet the SLO ({limit}).")
-    return _finish(sweep, cells, runner.about, args.out, found)
+    finished = _finish(sweep, cells, runner.about, args.out, found)
+    return code or finished
 
 
 def _finish(
@@ -166,11 +176,19 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(sweep: settings.Sweep) -> None:
+def _check(sweep: settings.Sweep, out: Path) -> None:
     """What can be known before the first request."""
     for text in sweep.gates:
         Gate.parse(text)
     settings.check_sweep(sweep)
+    if sweep.requests.tokenizer:
+        tokens.load_tokenizer(Path(sweep.requests.tokenizer))
+    if sweep.load.arrivals == "trace":
+        read_trace(Path(sweep.load.trace or ""))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be a directory of results ({error.strerror}); give another --out.") from None
     found = workload.load(sweep.workload, sweep.load.seed)
     for sentence in found.broken:
         _say(f"left out: {sentence}")

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPConnectionClosed, HTTPParseError
 
-from sglang_ext.errors import UsageError
 from sglang_ext_loadtest.records import RequestError
+from sglang_ext_loadtest.settings import check_url
 from sglang_ext_loadtest.sse import Answer
 
 STATUS = {401: "unauthorized", 403: "unauthorized", 404: "wrong_model", 429: "rate_limited"}
@@ -32,9 +32,8 @@ class StreamingClient:
     """
 
     def __init__(self, url: str, *, timeout: float, connections: int = 1, api_key: str | None = None) -> None:
+        check_url(url)
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"{url!r} is no endpoint; give http://HOST:PORT.")
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if api_key:

@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"sglang-ext-loadtest demo: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     print(f"{time.monotonic() - begun:.0f} s in all; no server is left running.")
     return code
 

@@ -20,7 +20,7 @@ from sglang_ext.errors import UsageError
 OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 FORM = re.compile(
     r"^\s*(?:(?P<method>[^@:]+?)(?:@(?P<level>[\d.]+|\*))?\s*:)?\s*(?P<figure>[\w.]+)\s*"
-    r"(?P<operator><=|>=|<|>)\s*(?P<limit>-?[\d.]+(?:e-?\d+)?)\s*$"
+    r"(?P<operator><=|>=|<|>)\s*(?P<limit>-?\d*\.?\d+(?:e-?\d+)?)\s*$"
 )
 
 

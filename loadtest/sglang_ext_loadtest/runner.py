@@ -125,9 +125,8 @@ class Runner:
             url = f"http://127.0.0.1:{port}"
         endpoint = Endpoint(url, self._api_key)
         model = endpoint.model(method.model)
-        self.about.setdefault(
-            method.name, {"url": method.url, "serve": method.serve, "model": model} | endpoint.about()
-        )
+        if "model" not in self.about.get(method.name, {}):  # also after a cell in which the endpoint was down
+            self.about[method.name] = {"url": method.url, "serve": method.serve, "model": model} | endpoint.about()
         self._up = (method, endpoint, model)
         return endpoint, model
 
@@ -244,19 +243,20 @@ def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower() or "method"
 
 
-def search(runner: Runner, most: int) -> dict[str, Any]:
+def search(runner: Runner, most: int, cells: list[dict[str, Any]]) -> dict[str, Any]:
     """The highest concurrency at which each method meets the SLO, by doubling and then halving the gap.
 
+    Args:
+        cells: takes every cell as it is measured, so that an interrupted search has them too.
+
     Returns:
-        By method: ``highest`` (0 when even one user is too many), ``failed`` (the lowest that was tried and missed it,
-        None when ``most`` met it), and the cells in the order they were measured.
+        By method: ``highest`` (0 when even one user is too many) and ``failed`` (the lowest that was tried and missed
+        it, None when ``most`` met it).
     """
-    return {method.name: _search(runner, method, most) for method in runner.sweep.methods}
+    return {method.name: _search(runner, method, most, cells) for method in runner.sweep.methods}
 
 
-def _search(runner: Runner, method: Method, most: int) -> dict[str, Any]:
-    cells: list[dict[str, Any]] = []
-
+def _search(runner: Runner, method: Method, most: int, cells: list[dict[str, Any]]) -> dict[str, Any]:
     def meets(level: int) -> bool:
         (cell,) = runner.run([Slot(method, float(level), 0)])
         cells.append(cell)
@@ -274,4 +274,4 @@ def _search(runner: Runner, method: Method, most: int) -> dict[str, Any]:
             good = middle
         else:
             bad = middle
-    return {"highest": good, "failed": bad, "cells": cells}
+    return {"highest": good, "failed": bad}

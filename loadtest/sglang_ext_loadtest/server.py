@@ -6,6 +6,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from types import TracebackType
 from typing import Any
 
@@ -71,8 +72,10 @@ class Endpoint:
             raise RequestError(kind, f"HTTP {error.code} for {path}") from None
         except TimeoutError:
             raise RequestError("timeout", f"no answer to {path} within 30 s") from None
-        except (OSError, ValueError) as error:
-            raise RequestError("connect", f"{getattr(error, 'reason', error)}") from None
+        except (OSError, ValueError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            reason = getattr(reason, "strerror", None) or f"{type(reason).__name__}: {reason}"
+            raise RequestError("connect", f"{self.url}: {reason}") from None
 
     def model(self, wanted: str | None) -> str:
         """The model to ask for: the wanted one when it is listed, else the first.

@@ -9,6 +9,7 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from sglang_ext.errors import UsageError
 
@@ -151,6 +152,7 @@ def check_sweep(sweep: Sweep) -> Sweep:
     if not sweep.methods:
         raise UsageError("The sweep has no methods; add a [[methods]] table with a name and a url.")
     names = [method.name for method in sweep.methods]
+    roles = [method.role for method in sweep.methods]
     for method in sweep.methods:
         if names.count(method.name) > 1:
             raise UsageError(f"Two methods are called {method.name!r}; give each its own name.")
@@ -158,7 +160,20 @@ def check_sweep(sweep: Sweep) -> Sweep:
             raise UsageError(f"Method {method.name!r} needs either a url or words to serve; give one of the two.")
         if method.role not in (None, "plain", "stock"):
             raise UsageError(f"Method {method.name!r} has the role {method.role!r}; use plain, stock or none.")
+        if method.role and roles.count(method.role) > 1:
+            raise UsageError(
+                f"Two methods have the role {method.role}, but speed-ups are counted against one; choose it."
+            )
+        if method.url:
+            check_url(method.url)
     check_load(sweep.load)
+    work, requests = sweep.workload, sweep.requests
+    _positive("requests", max_tokens=requests.max_tokens, timeout_s=requests.timeout_s)
+    _positive("workload", per_category=work.per_category, limit=work.limit, turns=work.turns)
+    _positive("workload", count=work.count, prefix_words=work.prefix_words, groups=work.groups)
+    for name, span in (("input_words", work.input_words), ("output_tokens", work.output_tokens)):
+        if span is not None and not 0 < span[0] <= span[1]:
+            raise UsageError(f"workload: {name} is {list(span)}; give [low, high] with 0 < low <= high.")
     if sweep.requests.api not in ("chat", "completions"):
         raise UsageError(f"api is {sweep.requests.api!r}; use chat or completions.")
     return sweep
@@ -179,6 +194,25 @@ def check_load(load: Load) -> None:
         raise UsageError(f"{load.arrivals} arrivals need rates above 0; set rates, in requests per second.")
     if load.repeats < 1 or load.workers < 1:
         raise UsageError("repeats and workers must be 1 or more.")
+    _positive("load", requests=load.requests, seconds=load.seconds)
+    _positive("load", stop_errors=load.stop_errors, stop_seconds=load.stop_seconds, max_in_flight=load.max_in_flight)
+
+
+def check_url(url: str) -> None:
+    """Refuse what is no address of an endpoint (UsageError)."""
+    try:
+        parts = urlsplit(url)
+        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fine = False
+    if not fine:
+        raise UsageError(f"{url!r} is no endpoint; give http://HOST:PORT.")
+
+
+def _positive(table: str, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise UsageError(f"{table}: {name} is {value:g}; give a number above 0.")
 
 
 def parse(cls: Any, table: Any, where: str) -> Any:

@@ -42,7 +42,7 @@ def summarize(sweep: Sweep, cells: Sequence[Cell]) -> dict[str, Any]:
         "choices": choices,
         "answer": answer(sweep, table, choices),
         "invalid": [f"{reason} ({count} cells)" if count > 1 else reason for reason, count in invalid.items()],
-        "gates": {text: not any(failure.startswith(text) for failure in failures) for text in sweep.gates},
+        "gates": {text: not any(failure.startswith(f"{text}: ") for failure in failures) for text in sweep.gates},
         "gate_failures": failures,
         "passed": not invalid and not failures and bool(table),
     }

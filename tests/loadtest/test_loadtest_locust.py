@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -236,9 +238,10 @@ def test_search_finds_the_highest_concurrency_within_the_slo(start_mock: Any, pr
     path = prompts(a_1={"ttft": 0.15, "gap": 0.15, "tokens": [1, 2, 3]})
     sweep = one(mock.url, path, Load(requests=8), slo=Slo(ttft_ms=400.0, attainment=0.9))
     with Runner(sweep, tmp_path / "out", lambda line: None) as runner:
-        found = search(runner, 16)["mock"]
-    assert (found["highest"], found["failed"]) == (3, 4)
-    assert [cell["level"] for cell in found["cells"]] == [1, 2, 4, 3]
+        cells: list[dict[str, Any]] = []
+        found = search(runner, 16, cells)["mock"]
+    assert found == {"highest": 3, "failed": 4}
+    assert [cell["level"] for cell in cells] == [1, 2, 4, 3]
 
 
 SWEEP = """
@@ -282,6 +285,41 @@ def test_a_sweep_with_an_endpoint_that_is_down_still_reports_the_other(
     assert "2 of 4 cells are invalid" in page
     assert (out / "cells.csv").read_text().count("\n") == 5
     assert (out / "requests.csv").read_text().count("\n") == 5
+
+
+def test_a_port_that_speaks_no_http_makes_the_cell_invalid(
+    prompts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                connection.recv(65536)
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        words = ["run", url, "--prompts", prompts(a_1=QUICK), "--concurrency", "1", "--repeats", "1"]
+        assert main([*words, "--out", str(tmp_path / "out")]) == 1
+    assert f"the endpoint could not be reached ({url}: BadStatusLine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--out", "{file}"), "cannot be a directory of results"),
+        (("--tokenizer", "{file}.none"), "There is no tokenizer at"),
+    ],
+)
+def test_what_would_spoil_a_run_is_refused_before_it(
+    prompts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, str], sentence: str
+) -> None:
+    file = prompts(a_1=QUICK)
+    more = [word.format(file=file) for word in words]
+    assert main(["run", "http://127.0.0.1:9", "--prompts", file, "--out", str(tmp_path / "out"), *more]) == 2
+    said = capsys.readouterr()
+    assert sentence in said.err and not list(tmp_path.glob("out/cells/*"))
 
 
 @pytest.mark.parametrize(("limit", "code"), [("10000", 0), ("1", 1)])

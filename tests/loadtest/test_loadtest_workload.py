@@ -151,6 +151,18 @@ GOOD: dict[str, Any] = {"methods": [{"name": "a", "url": "http://h:1"}]}
         ({"methods": [{"name": "a"}]}, "either a url or words"),
         ({"methods": [{"name": "a", "url": "u", "role": "best"}]}, "use plain, stock"),
         ({"methods": [{"name": "a", "url": "u"}, {"name": "a", "url": "v"}]}, "Two methods are called 'a'"),
+        ({"methods": [{"name": "a", "url": "localhost:30000"}]}, "'localhost:30000' is no endpoint"),
+        ({"methods": [{"name": "a", "url": "http://h:port"}]}, "'http://h:port' is no endpoint"),
+        (
+            {"methods": [{"name": name, "url": "http://h", "role": "plain"} for name in "ab"]},
+            "Two methods have the role plain",
+        ),
+        ({"load": {"requests": 0}}, "load: requests is 0"),
+        ({"load": {"seconds": -1.5}}, "load: seconds is -1.5"),
+        ({"workload": {"turns": 0}}, "workload: turns is 0"),
+        ({"workload": {"kind": "shared_prefix", "groups": 0}}, "workload: groups is 0"),
+        ({"workload": {"input_words": [10, 5]}}, "input_words is .10, 5.; give .low, high."),
+        ({"requests": {"max_tokens": 0}}, "requests: max_tokens is 0"),
         ({"workload": {"input_words": [1]}}, "must have 2 entries"),
         ({"requests": {"api": "chats"}}, "use chat or completions"),
     ],
@@ -180,6 +192,8 @@ def test_gates_read_figures_of_groups() -> None:
     assert "nothing was measured" in Gate.parse("B:error_rate<1").check(groups)[0]
     with pytest.raises(UsageError, match="is no gate"):
         Gate.parse("error_rate = 0")
+    with pytest.raises(UsageError, match="is no gate"):
+        Gate.parse("error_rate<=1.2.3")
 
 
 def test_the_sweeps_that_are_shipped_are_valid(tmp_path: Path) -> None:
