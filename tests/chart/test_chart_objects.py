@@ -105,12 +105,16 @@ def test_speculative_values_become_flags() -> None:
 
 
 def test_large_numbers_stay_numbers() -> None:
-    """A context of a million tokens is not written as 1e+06."""
-    container = chart.server(
-        chart.render(None, *chart.PLAIN, "server.contextLength=1048576", "server.mambaFullMemoryRatio=2")
-    )
+    """A million is not written as 1e+06, wherever it stands; a fraction stays one."""
+    sets = ('server={"memFractionStatic":0.85}', "server.contextLength=1048576", "server.mambaFullMemoryRatio=2")
+    sets += ('server.extraArgs=["--max-total-tokens",2097152]', 'speculative.env={"SGLANG_X":4194304,"SGLANG_Y":true}')
+    container = chart.server(chart.render(None, *chart.PLAIN, *sets))
     assert chart.flag(container, "--context-length") == "1048576"
     assert chart.flag(container, "--mamba-full-memory-ratio") == "2"
+    assert chart.flag(container, "--mem-fraction-static") == "0.85"
+    assert chart.flag(container, "--max-total-tokens") == "2097152"
+    environment = chart.environment(container)
+    assert environment["SGLANG_X"] == "4194304" and environment["SGLANG_Y"] == "true"
 
 
 def test_the_server_understands_its_flags() -> None:
@@ -233,13 +237,13 @@ def test_monitors_make_the_series_the_rules_expect(case: str) -> None:
     assert "replicas" not in chart.one(objects, "Deployment")["spec"]
 
 
-def test_rules_and_dashboards_are_the_repository_s() -> None:
-    """Rules arrive unchanged but for the runbook's prefix, dashboards byte for byte."""
+def test_rules_and_dashboards_arrive_whole() -> None:
+    """The chart's rules but for the runbook's prefix, and its dashboards."""
     objects = chart.render("h200-ready")
     groups = chart.one(objects, "PrometheusRule")["spec"]["groups"]
     wanted: list[dict[str, Any]] = []
     for name in ("recording", "alerts"):
-        wanted += yaml.safe_load((chart.ROOT / "dashboards" / "rules" / f"{name}.yaml").read_text())["groups"]
+        wanted += yaml.safe_load((chart.CHART / "files" / "rules" / f"{name}.yaml").read_text())["groups"]
     for group in wanted:
         for rule in group["rules"]:
             if "alert" in rule:
@@ -248,7 +252,7 @@ def test_rules_and_dashboards_are_the_repository_s() -> None:
     assert groups == wanted
     boards = [o for o in objects if o["metadata"]["labels"].get("grafana_dashboard") == "1"]
     texts = {name: text for o in boards for name, text in o["data"].items()}
-    for path in (chart.ROOT / "dashboards").glob("*.json"):
+    for path in (chart.CHART / "files" / "dashboards").glob("*.json"):
         assert json.loads(texts.pop(f"sglang-ext-{path.name}")) == json.loads(path.read_text())
     assert texts == {}
 

@@ -64,6 +64,15 @@ track: {{ .Values.track }}
 {{- end -}}
 {{- end }}
 
+{{/* A value as a word: numbers of YAML are floats to helm, and 1048576 must not become 1.048576e+06. */}}
+{{- define "sglang-ext.word" -}}
+{{- if and (kindIs "float64" .) (eq (float64 (int64 .)) .) -}}
+{{ int64 . }}
+{{- else -}}
+{{ toString . }}
+{{- end -}}
+{{- end }}
+
 {{/* The algorithm an operator expects; empty where only the drafter can tell. */}}
 {{- define "sglang-ext.expectedMethod" -}}
 {{- $s := .Values.speculative -}}

@@ -24,9 +24,6 @@
 -}}
 {{- $value := last $pair -}}
 {{- if not (or (kindIs "invalid" $value) (eq (toString $value) "")) -}}
-{{- if and (kindIs "float64" $value) (eq (float64 (int64 $value)) $value) (gt $value 1.0) -}}
-{{- $value = int64 $value -}}
-{{- end -}}
 {{- $args = concat $args (list (first $pair) $value) -}}
 {{- end -}}
 {{- end -}}
@@ -40,7 +37,7 @@
 {{- $args = concat $args (list "--nnodes" $v.nodes "--node-rank" "$(LWS_WORKER_INDEX)" "--dist-init-addr" "$(LWS_LEADER_ADDRESS):20000") -}}
 {{- end -}}
 {{- range concat $args $v.server.extraArgs }}
-- {{ toString . | quote }}
+- {{ include "sglang-ext.word" . | quote }}
 {{- end }}
 {{- end }}
 
@@ -86,7 +83,7 @@
 {{- end }}
 {{- range $name, $value := $v.speculative.env }}
 - name: {{ $name }}
-  value: {{ toString $value | quote }}
+  value: {{ include "sglang-ext.word" $value | quote }}
 {{- end }}
 {{- with $v.server.extraEnv }}
 {{ toYaml . }}
@@ -101,13 +98,13 @@ requests:
   memory: {{ mul (int $profile.memoryGiBPerGpu) (int $v.gpu.count) }}Gi
   {{ $profile.resource }}: {{ int $v.gpu.count | quote }}
   {{- range $name, $amount := $v.gpu.extraResources }}
-  {{ $name }}: {{ toString $amount | quote }}
+  {{ $name }}: {{ include "sglang-ext.word" $amount | quote }}
   {{- end }}
 limits:
   memory: {{ mul (int $profile.memoryGiBPerGpu) (int $v.gpu.count) }}Gi
   {{ $profile.resource }}: {{ int $v.gpu.count | quote }}
   {{- range $name, $amount := $v.gpu.extraResources }}
-  {{ $name }}: {{ toString $amount | quote }}
+  {{ $name }}: {{ include "sglang-ext.word" $amount | quote }}
   {{- end }}
 {{- end }}
 
@@ -281,6 +278,7 @@ spec:
       ports:
         - name: http
           containerPort: {{ int $v.server.port }}
+          protocol: TCP
       {{- if eq .role "server" }}
       {{- include "sglang-ext.probes" $root | nindent 6 }}
       {{- end }}
