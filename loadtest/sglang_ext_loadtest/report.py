@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from sglang_ext_loadtest import compare, figures, plots
 from sglang_ext_loadtest.records import ERRORS
+from sglang_ext_loadtest.runner import schedule
 from sglang_ext_loadtest.settings import Sweep
 
 PAGES = Environment(
@@ -49,6 +50,9 @@ def write(path: Path, results: dict[str, Any], sweep: Sweep) -> None:
         summary=summary,
         levels=levels,
         table={(group["method"], group["level"]): group for group in groups},
+        tried={(cell["method"], cell["level"]) for cell in results["cells"]},
+        # A search decides on its way how many cells it needs.
+        planned=len(schedule(sweep)) if results["search"] is None else 0,
         choice={choice["level"]: choice for choice in summary["choices"]},
         shades=shades,
         unit=unit,

@@ -245,6 +245,14 @@ def test_the_page_is_self_contained_and_escapes_what_it_is_given(tmp_path: Path)
     assert not any(f'{attribute}="http' in page for attribute in ("src", "href")) and "@import" not in page
     for words in ("2 x NVIDIA H200", "never recommended", "1 of 18 cells are invalid", "silent for longer", "a b"):
         assert words in page, words
+    assert "interrupted" not in page and "not measured" not in page
+    partial = results.document(
+        chosen, [entry for entry in cells if entry["method"] != "NEW" and entry["repeat"] == 0], {}
+    )
+    report.write(tmp_path / "index.html", partial, chosen)
+    page = (tmp_path / "index.html").read_text()
+    assert "The run was interrupted: 6 of 18 cells were measured." in page and "one repeat shows no spread" in page
+    assert page.count(">not measured<") == 3 and ">invalid<" not in page
 
 
 def test_two_runs_are_compared_with_what_differs(tmp_path: Path) -> None:
