@@ -4,8 +4,8 @@
 #   models/build.sh [STAGE ...]      stages, in this order: text targets answers drafters (all without an argument)
 #                                    and carryover, which teaches the drafters to read rejected rows
 #
-# Wants one GPU: on an H200 the targets took 6 minutes, the answers 40 seconds and the drafters 5 minutes. The hybrid
-# target needs flash-linear-attention (Triton 3.8 or newer on Hopper) to train in that time.
+# Wants one GPU: on an H200 the targets took 6 minutes, the answers 40 seconds, the drafters 5 and carryover 8 minutes.
+# The hybrid target needs flash-linear-attention (Triton 3.8 or newer on Hopper) to train in that time.
 # PYTHON names the interpreter (default .venv/bin/python); COMPILE= turns torch.compile off; the steps and sizes below
 # can be given in the environment too (they are those of the models here). A stage that was killed goes on where it was
 # when it is called again. The results lie in build/models.
@@ -21,7 +21,8 @@ DENSE_STEPS=${DENSE_STEPS:-4675}
 HYBRID_STEPS=${HYBRID_STEPS:-2749}
 DFLASH_STEPS=${DFLASH_STEPS:-9007}
 DSPARK_STEPS=${DSPARK_STEPS:-6953}
-CARRYOVER_STEPS=${CARRYOVER_STEPS:-2000}
+CARRYOVER_DFLASH_STEPS=${CARRYOVER_DFLASH_STEPS:-4149}
+CARRYOVER_DSPARK_STEPS=${CARRYOVER_DSPARK_STEPS:-3200}
 ANSWERS=${ANSWERS:-80000}
 ANSWER_BATCH=${ANSWER_BATCH:-4096}
 
@@ -72,14 +73,16 @@ drafters() {
   wait "$dflash" && wait "$dspark"
 }
 
+carry() { # KIND on|off STEPS LEARNING_RATE
+  resumable "$BUILD/models/carryover-$2-$1-dense" carryover --drafter "$BUILD/models/$1-dense" --carry "$2" \
+    --target "$BUILD/models/dense-target" --data "$BUILD/answers" --steps "$3" --lr "$4" --workers "$WORKERS" $COMPILE
+}
+
 carryover() { # the Carryover drafters, and as their controls the same steps without carried rows
-  local kind carry jobs=()
-  for kind in dflash dspark; do
-    for carry in on off; do
-      resumable "$BUILD/models/carryover-$carry-$kind-dense" carryover --drafter "$BUILD/models/$kind-dense" \
-        --carry "$carry" --target "$BUILD/models/dense-target" --data "$BUILD/answers" --steps "$CARRYOVER_STEPS" \
-        --workers "$WORKERS" $COMPILE & jobs+=($!)
-    done
+  local mode jobs=()
+  for mode in on off; do
+    carry dflash "$mode" "$CARRYOVER_DFLASH_STEPS" 6e-4 & jobs+=($!)
+    carry dspark "$mode" "$CARRYOVER_DSPARK_STEPS" 5e-4 & jobs+=($!)
   done
   for job in "${jobs[@]}"; do wait "$job"; done
 }
