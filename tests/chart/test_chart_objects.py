@@ -104,6 +104,23 @@ def test_speculative_values_become_flags() -> None:
     assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-B200"}
 
 
+@pytest.mark.parametrize(
+    ("sets", "backend"),
+    [
+        (("speculative.method=auto",), "triton"),
+        (("speculative.method=ready_carryover", "model.hybrid=true"), "triton"),
+        (("speculative.method=carryover", "speculative.draftAttentionBackend=fa4"), "fa4"),
+        (("speculative.method=none",), None),
+        (("speculative.method=ready", "model.hybrid=true"), None),
+        (("speculative.method=carryover", "gpu.profile=h200"), None),
+    ],
+)
+def test_draft_attention_on_blackwell(sets: tuple[str, ...], backend: str | None) -> None:
+    """The profile's backend where rows may be carried, the user's always, SGLang's choice otherwise."""
+    container = chart.server(chart.render(None, *chart.DRAFTED, "gpu.profile=b200", *sets))
+    assert chart.flag(container, "--speculative-draft-attention-backend") == backend
+
+
 def test_large_numbers_stay_numbers() -> None:
     """A million is not written as 1e+06, wherever it stands; a fraction stays one."""
     sets = ('server={"memFractionStatic":0.85}', "server.contextLength=1048576", "server.mambaFullMemoryRatio=2")

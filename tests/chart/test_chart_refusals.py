@@ -17,6 +17,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         ("model.path=t", "speculative.method=carryover"),
         "method is carryover, but speculative.draft is empty; name a drafter, or set speculative.method to none",
     ),
+    "block size without draft": ((*chart.PLAIN, "speculative.blockSize=7"), "speculative.blockSize is set, but spec"),
     "auto without draft": (("model.path=t",), "speculative.method is auto, but speculative.draft is empty"),
     "ready on a target without recurrent layers": (
         (*chart.DRAFTED, "speculative.method=ready", "model.hybrid=false"),

@@ -87,11 +87,14 @@ CARRYOVER_{{ upper $s.family }}
 {{- end -}}
 {{- end }}
 
-{{/* Attention backend of the drafter: the profile names one where Carryover needs it. */}}
+{{/* Attention backend of the drafter: the profile names one where drafts with carried rows need it. */}}
 {{- define "sglang-ext.draftAttentionBackend" -}}
+{{- $s := .Values.speculative -}}
 {{- $profile := get .Values.gpu.profiles .Values.gpu.profile -}}
-{{- if .Values.speculative.draft -}}
-{{ default $profile.draftAttentionBackend .Values.speculative.draftAttentionBackend }}
+{{- if $s.draftAttentionBackend -}}
+{{ $s.draftAttentionBackend }}
+{{- else if and $s.draft (not (has $s.method (list "none" "ready"))) -}}
+{{ $profile.draftAttentionBackend }}
 {{- end -}}
 {{- end }}
 

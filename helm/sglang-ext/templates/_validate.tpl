@@ -11,6 +11,13 @@
 {{- if and (not $s.draft) (ne $s.method "none") -}}
 {{- fail (printf "speculative.method is %s, but speculative.draft is empty; name a drafter, or set speculative.method to none for plain decoding." $s.method) -}}
 {{- end -}}
+{{- if not $s.draft -}}
+{{- range $name, $value := dict "draftRevision" $s.draftRevision "blockSize" $s.blockSize "draftAttentionBackend" $s.draftAttentionBackend "thresholds.single" $s.thresholds.single "thresholds.acc" $s.thresholds.acc -}}
+{{- if $value -}}
+{{- fail (printf "speculative.%s is set, but speculative.draft is empty; name the drafter that it is for, or leave it out." $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and (hasPrefix "ready" $s.method) (not $v.model.hybrid) -}}
 {{- fail (printf "speculative.method %s reads recurrent states, and model.hybrid says that the target has none; serve a hybrid target and set model.hybrid to true, or choose another method." $s.method) -}}
 {{- end -}}
