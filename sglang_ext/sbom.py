@@ -19,7 +19,8 @@ from sglang_ext import __version__
 
 def bill(name: str, packages: Iterable[Distribution]) -> dict[str, Any]:
     """The bill for an image called ``name``, one component per package, sorted by name and version."""
-    components = {entry["bom-ref"]: entry for entry in map(_component, packages)}
+    whole = (package for package in packages if package.metadata["Name"] and package.version)
+    components = {entry["bom-ref"]: entry for entry in map(_component, whole)}
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -32,7 +33,7 @@ def bill(name: str, packages: Iterable[Distribution]) -> dict[str, Any]:
 
 
 def _component(package: Distribution) -> dict[str, Any]:
-    name = re.sub(r"[-_.]+", "-", package.metadata["Name"] or "unknown").lower()
+    name = re.sub(r"[-_.]+", "-", package.metadata["Name"]).lower()
     purl = f"pkg:pypi/{name}@{quote(package.version)}"
     entry: dict[str, Any] = {
         "type": "library",

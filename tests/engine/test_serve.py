@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext import healthcheck
 from sglang_ext.evaluation.client import ask
 from sglang_ext.evaluation.prompts import Prompt
 from sglang_ext.evaluation.servers import serving
@@ -73,6 +74,7 @@ def test_a_carryover_server_answers_and_stops_on_sigterm(models: Models, port: i
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
             metrics = response.read().decode()
         assert "sglang:spec_accept_length" in metrics and "sglang:num_requests_total" in metrics
+        assert healthcheck.main(Path(f"/proc/{process.pid}/cmdline")) == 0
         process.terminate()
         process.wait(30)
         assert not left_running(process)
