@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import itertools
 import os
-import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -43,25 +43,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=2, help="prompts in flight; 0 for none")
     args = parser.parse_args(argv)
     try:
-        with observed(args):
+        with observed(args) as server:
             print("Everything runs until Ctrl-C.", flush=True)
-            signal.pause()
+            try:
+                code = server.wait()
+            except KeyboardInterrupt:
+                print("\nStopping, which may take 20 seconds", flush=True)
+                raise
+            raise UsageError(f"The server ended with code {code}; read {WORK / 'server.log'}.")
     except UsageError as error:
         print(f"sglang-ext: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nStopped; nothing is left running.")
+        print("Stopped; nothing is left running.")
     return 0
 
 
 @contextlib.contextmanager
-def observed(args: argparse.Namespace) -> Iterator[None]:
-    """Start everything and print where it is."""
+def observed(args: argparse.Namespace) -> Iterator[subprocess.Popen[bytes]]:
+    """Start everything and print where it is; yields the server."""
     for path in (args.models / args.target, args.models / args.draft):
         if not (path / "config.json").exists():
             raise UsageError(f"The reference model {path} is missing; run in the repository's root or give --models.")
-    for port in (args.port, args.prometheus_port, args.preview_port):
-        check_port("127.0.0.1", port)
+    ports = {"--port": args.port, "--prometheus-port": args.prometheus_port, "--preview-port": args.preview_port}
+    if len(set(ports.values())) < len(ports):
+        raise UsageError(f"{', '.join(ports)} are the same in part; give three different ports.")
+    for flag, port in ports.items():
+        try:
+            check_port("127.0.0.1", port)
+        except UsageError as error:
+            raise UsageError(str(error).replace("--port", flag)) from None
     drafter: DraftContract = carryover_drafter(
         read_contract(args.models / args.draft), args.models / f"carryover-{args.draft}", WORK
     )
@@ -69,7 +80,7 @@ def observed(args: argparse.Namespace) -> Iterator[None]:
     env = {**os.environ, EXPECTED_METHOD: drafter.algorithm}
     print(f"Starting a {drafter.algorithm} server (about 20 seconds on a CPU)", flush=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(serving(words, port=args.port, log=WORK / "server.log", env=env))
+        server = stack.enter_context(serving(words, port=args.port, log=WORK / "server.log", env=env))
         rules = prom.rule_files(args.baseline)
         targets = [f"127.0.0.1:{args.port}"]
         url = stack.enter_context(prom.running(WORK, targets, port=args.prometheus_port, rules=rules))
@@ -84,7 +95,7 @@ def observed(args: argparse.Namespace) -> Iterator[None]:
             stack.callback(ended.set)
             prompts = read_prompts(args.models / "prompts.jsonl")
             threading.Thread(target=trickle, args=(args.port, prompts, args.concurrency, ended), daemon=True).start()
-        yield
+        yield server
 
 
 def trickle(port: int, prompts: Sequence[Prompt], concurrency: int, ended: threading.Event) -> None:

@@ -65,8 +65,8 @@ def free_port() -> int:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the server to stop, wait, and end what is left of its process group; Ctrl-C meanwhile changes nothing."""
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ask the server to stop, wait, and end what is left of its process group; Ctrl-C and SIGTERM change nothing."""
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         if process.poll() is None:
             process.terminate()
@@ -76,7 +76,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     finally:
-        signal.signal(signal.SIGINT, interrupt)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
