@@ -29,7 +29,7 @@ chart: setup prometheus chart-tools ## Lint, render and validate the Helm chart 
 chart-tools: setup
 	@$(RUN) helm/tools.py > /dev/null
 
-test: setup prometheus chart-tools ## All tests (about 15 minutes on two cores)
+test: setup prometheus chart-tools ## All tests (about 25 minutes on two cores)
 	@$(RUN) -m pytest
 
 lint: setup ## ruff and mypy

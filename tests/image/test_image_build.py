@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from buildah import PINS, Builder, unavailable, why_not
+from buildah import PINS, Builder, why_not
 from checkpoint_fixtures import make_drafter, make_target
 
 from sglang_ext import __version__
@@ -26,7 +26,7 @@ BOM = "/usr/local/share/sbom/python.cdx.json"
 @pytest.fixture(scope="module")
 def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     if reason := why_not():
-        unavailable(reason)
+        pytest.skip(reason)
     # Layers are copied several times over: in memory, where there is room for 2 GB of them, in half the time.
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > 6e9
