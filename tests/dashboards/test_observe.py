@@ -31,6 +31,8 @@ def test_observe_shows_a_server_and_ends_cleanly() -> None:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Whoever runs the tests in a shell's background ignores SIGINT, and a child would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     try:
