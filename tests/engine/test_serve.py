@@ -37,7 +37,13 @@ def started(*words: object) -> Iterator[subprocess.Popen[str]]:
     """``sglang-ext serve`` as a user's shell starts it, in its own process group."""
     command = [sys.executable, "-m", "sglang_ext.cli", "serve", *map(str, words)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # A shell's background ignores SIGINT, which a child would inherit; a user's foreground does not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield process
