@@ -42,12 +42,14 @@ def models(tmp_path: Path) -> Path:
 
 def serve(folder: Path | None, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """``sglang-ext serve ... --check`` as the image calls it, in a process of its own."""
+    # SGLang, imported by any earlier test, chooses the CPU platform for this process's children too.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
     flags = {"SGLANG_EXT_SERVE_FLAGS": "--device cuda --host 127.0.0.1", "LD_LIBRARY_PATH": str(folder or "")}
     return subprocess.run(
         [sys.executable, "-m", "sglang_ext.cli", "serve", *map(str, words), "--check", "--port", "30199"],
         capture_output=True,
         text=True,
-        env={**os.environ, **flags, **environment},
+        env={**kept, **flags, **environment},
     )
 
 
