@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import Pool
+from multiprocessing import get_context
 from pathlib import Path
 
 from sglang_ext.errors import UsageError
@@ -74,7 +74,7 @@ def select(sources: str, skip: Iterable[str] = ()) -> list[Source]:
 def package_documents(fetched: list[tuple[Source, Fetched]], processes: int) -> Iterator[Document]:
     """All capped extracts of all packages, in the order of the manifest."""
     jobs = [(source, item, k) for source, item in fetched for k in range(len(source.extracts))]
-    with Pool(processes) as pool:
+    with get_context("forkserver").Pool(processes) as pool:
         for documents in pool.imap(_extract, jobs):
             yield from documents
 

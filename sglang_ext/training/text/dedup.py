@@ -6,7 +6,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from multiprocessing import Pool
+from multiprocessing import get_context
 
 import numpy as np
 
@@ -63,7 +63,8 @@ def unique(documents: Iterable[Document], processes: int = 1) -> Iterator[Docume
             seen.add(print_)
             distinct.append(document)
     compared = [document for document in distinct if document.category != "math"]
-    with Pool(processes) as pool:
+    # A fork of a process that has threads (torch's, an event loop's) can wait for a lock of theirs for ever.
+    with get_context("forkserver").Pool(processes) as pool:
         signatures = pool.imap(signature, (document.text for document in compared), chunksize=256)
         for document in distinct:
             if document.category != "math":
@@ -86,7 +87,7 @@ def unseen(held_out: list[Document], train: list[Document], processes: int = 1) 
         return held_out
     wanted = np.unique(np.concatenate(list(runs.values())))
     known = np.zeros(len(wanted), dtype=bool)
-    with Pool(processes, _search_for, (wanted,)) as pool:
+    with get_context("forkserver").Pool(processes, _search_for, (wanted,)) as pool:
         for found in pool.imap_unordered(_found, (document.text for document in train), chunksize=256):
             known[found] = True
     shares = {name: known[np.searchsorted(wanted, run)].mean() for name, run in runs.items()}
