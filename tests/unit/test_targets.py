@@ -152,7 +152,7 @@ def test_hybrid_config_has_what_both_sides_read() -> None:
     assert config["full_attention_interval"] == 4
     assert [kind == "full_attention" for kind in config["layer_types"]] == [False, False, False, True] * 2
     assert config["linear_num_value_heads"] > config["linear_num_key_heads"]
-    assert {"dense-small", "hybrid-small", "dense-tiny", "hybrid-tiny"} == set(PRESETS)
+    assert {"dense-small", "hybrid-small", "dense-medium", "dense-tiny", "hybrid-tiny"} == set(PRESETS)
 
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 16))
