@@ -51,15 +51,7 @@ def build() -> Any:
             "s",
             (e.mean("request_time_per_output_token_seconds"), e.LEGEND),
         ),
-        p.number(
-            "Acceptance length",
-            "Tokens per verify step, the target's own included. Below 1.2 drafting hardly pays.",
-            "short",
-            (e.LENGTH, e.LEGEND),
-            limits=[(1.2, p.AMBER), (2, p.GREEN)],
-            base=p.RED,
-            decimals=2,
-        ),
+        acceptance_length(),
     )
     p.add_section(
         board,
@@ -185,6 +177,19 @@ def build() -> Any:
     )
     p.add_section(board, "What runs", contract())
     return board
+
+
+def acceptance_length() -> Any:
+    """The figure that says whether drafting pays."""
+    return p.number(
+        "Acceptance length",
+        "Tokens per verify step, the target's own included. Below 1.2 drafting hardly pays.",
+        "short",
+        (e.LENGTH, e.LEGEND),
+        limits=[(1.2, p.AMBER), (2, p.GREEN)],
+        base=p.RED,
+        decimals=2,
+    )
 
 
 def contract() -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from dashboards import expressions as e
 from dashboards import panels as p
-from dashboards.serving import contract
+from dashboards.serving import acceptance_length, contract
 
 STABLE = p.variable("stable", "Stable", "label_values(sglang_ext_method_info, instance)", "servers to compare with")
 CANARY = p.variable("canary", "Canary", "label_values(sglang_ext_method_info, instance)", "servers to judge")
@@ -66,15 +66,7 @@ def add_now(board: Any) -> None:
     p.add_section(
         board,
         "Now",
-        p.number(
-            "Acceptance length",
-            "Tokens per verify step, the target's own included. Below 1.2 drafting hardly pays.",
-            "short",
-            (e.LENGTH, e.LEGEND),
-            limits=[(1.2, p.AMBER), (2, p.GREEN)],
-            base=p.RED,
-            decimals=2,
-        ),
+        acceptance_length(),
         p.number(
             "Acceptance rate",
             "Accepted of drafted tokens. 0 % and over 98 % are signs of something broken, not of a drafter.",

@@ -44,7 +44,7 @@ class CarryMixin:
         self.draft_model_runner.forward = self._draft_forward
 
     def carry_widths(self) -> tuple[int, int]:
-        """(W, Q): rows of one verify step, rows of one draft block."""
+        """(W, Q): rows of one verify step, rows of one draft block. Each worker says its own."""
         raise NotImplementedError
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:

@@ -79,7 +79,7 @@ class _CarryingBlocks:
         return with_own_rows(rule, document_ids.shape[0] - self._carried.numel(), self._carried)
 
     def propose(self, **packed: Tensor) -> Tensor:
-        """Greedy drafts [A, P] of every anchor, without gradients and with nothing carried."""
+        """Greedy drafts [A, P] of every anchor, without gradients and with nothing carried. Each kind has its own."""
         raise NotImplementedError
 
 

@@ -86,7 +86,7 @@ class _AnchoredBlocks:
         self.objective = torch.compile(self.objective)  # type: ignore[method-assign]
 
     def objective(self, labels: Tensor, weights: Tensor, **packed: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss sum and metric sums of one packed batch (see :func:`pack`)."""
+        """Loss sum and metric sums of one packed batch (see :func:`pack`). Each kind has its own."""
         raise NotImplementedError
 
     def forward(self, labels: Tensor, weights: Tensor, **packed: Tensor) -> dict[str, Tensor]:
