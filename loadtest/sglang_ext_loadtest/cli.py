@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     _out(command)
     command.set_defaults(run=_search)
 
-    command = commands.add_parser("report", help="write index.html anew from results.json")
+    command = commands.add_parser("report", help="write index.html anew, also from what a killed sweep left")
     command.add_argument("results", type=Path)
     command.set_defaults(run=_report)
 
@@ -87,11 +87,13 @@ def measure(sweep: settings.Sweep, out: Path) -> int:
     _check(sweep, out)
     cells: list[dict[str, Any]] = []
     slots = schedule(sweep)
+    journal = results.Journal(out, sweep)
     code = 0
     with Runner(sweep, out, _say) as runner:
         try:
             for cell in runner.run(slots):
                 cells.append(cell)
+                journal.add(cell, runner.about)
         except KeyboardInterrupt:
             _say(f"Interrupted after {len(cells)} of {len(slots)} cells; the report holds what was measured.")
             code = 130
@@ -160,9 +162,14 @@ def _finish(
 
 
 def _report(args: argparse.Namespace) -> int:
-    document, sweep = results.read(args.results)
-    document["summary"] = summary.summarize(sweep, document["cells"])
     folder = args.results if args.results.is_dir() else args.results.parent
+    if (folder / results.JOURNAL).exists() and not (folder / results.RESULTS).exists():
+        document, sweep = results.recover(folder)
+        results.write(folder, document)
+        _say(f"{len(document['cells'])} cells from the journal of a sweep that did not end")
+    else:
+        document, sweep = results.read(args.results)
+        document["summary"] = summary.summarize(sweep, document["cells"])
     report.write(folder / "index.html", document, sweep)
     _say(f"{folder / 'index.html'}")
     return 0

@@ -21,7 +21,7 @@ from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 from sglang_ext.errors import UsageError
 from sglang_ext_loadtest import settings, workload
 from sglang_ext_loadtest.client import StreamingClient
-from sglang_ext_loadtest.clocks import same_clock
+from sglang_ext_loadtest.clocks import INTERVAL, same_clock
 from sglang_ext_loadtest.collector import Collector
 from sglang_ext_loadtest.figures import tpot
 from sglang_ext_loadtest.records import Record, RequestError
@@ -120,6 +120,7 @@ def on_test_start(environment: Environment, **_: Any) -> None:
         stop = (lambda: runner.send_message("loadtest_stop")) if isinstance(runner, MasterRunner) else _stop_session
         STATE["collector"] = Collector(plan, broken, stop)
         STATE["collector"].expected = workers
+        gevent.spawn(_quit_when_finished, runner, STATE["collector"])
         # These travel to the workers with the other options.
         vars(options)["loadtest_workers"] = workers
         vars(options)["loadtest_start"] = [same_clock(), time.monotonic()]
@@ -148,6 +149,20 @@ def on_test_start(environment: Environment, **_: Any) -> None:
         plan, index, workers, client, report, lambda record: _fire(environment, record), epoch
     )
     gevent.spawn(session.watch)
+
+
+def _alive(runner: Any) -> int:
+    return int(runner.worker_count) if isinstance(runner, MasterRunner) else 1
+
+
+def _quit_when_finished(runner: Any, collector: Collector) -> None:
+    """End the test once every process has measured and reported; a shape's tick would notice up to a second later."""
+    while not (runner.user_count and collector.finished(_alive(runner))):
+        gevent.sleep(INTERVAL)
+    if runner.environment.parsed_options.headless:
+        runner.quit()
+    else:
+        runner.stop()
 
 
 def _stop_session() -> None:
@@ -191,15 +206,12 @@ class TokenUser(User):
 
 
 class Ladder(LoadTestShape):
-    """The plan's steps; ends when every process has measured and reported."""
+    """The plan's steps; what ends the test is ``_quit_when_finished``."""
 
-    def tick(self) -> tuple[int, float] | None:
+    def tick(self) -> tuple[int, float]:
         assert self.runner is not None
         runner: Any = self.runner
-        collector: Collector | None = STATE.get("collector") if runner.user_count else None
-        alive = runner.worker_count if isinstance(runner, MasterRunner) else 1
-        if collector is not None and collector.finished(alive):
-            return None
+        alive = _alive(runner)
         plan = read_plan(runner.environment.parsed_options, runner.environment.host, alive)
         if plan.load.arrivals:
             return alive, float(alive)

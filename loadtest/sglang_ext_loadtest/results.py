@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from sglang_ext_loadtest.settings import Sweep, parse
 
 SCHEMA = 1
 RESULTS = "results.json"
+JOURNAL = "journal.jsonl"
 FLAT = ("ttft_ms", "tpot_ms", "itl_ms", "chunk_ms", "e2e_ms", "send_lag_ms")
 
 
@@ -30,6 +33,23 @@ def document(
     sweep: Sweep, cells: Sequence[dict[str, Any]], about: dict[str, Any], search: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Everything about a run: settings, environment, cells, and what they come to."""
+    return complete(head(sweep), sweep, cells, about, search)
+
+
+def complete(
+    head: dict[str, Any],
+    sweep: Sweep,
+    cells: Sequence[dict[str, Any]],
+    about: dict[str, Any],
+    search: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The document whose head is known: that of this process, or of the one that left a journal."""
+    body = {"methods": about, "summary": summary.summarize(sweep, cells), "search": search, "cells": list(cells)}
+    return head | body
+
+
+def head(sweep: Sweep) -> dict[str, Any]:
+    """What is known before the first cell: command, environment of the load generator, prompts, settings."""
     prompts = workload.load(sweep.workload, sweep.load.seed)
     digest = hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts.prompts]).encode())
     return {
@@ -43,6 +63,8 @@ def document(
             "python": platform.python_version(),
             "system": platform.platform(),
             "cpus": os.cpu_count(),
+            "packages": _versions("sglang", "torch", "triton", "flashinfer-python", "transformers"),
+            "gpus": _gpus(),
         },
         "prompts": {
             "count": len(prompts.prompts),
@@ -52,11 +74,46 @@ def document(
             "sha256": digest.hexdigest(),
         },
         "sweep": asdict(sweep),
-        "methods": about,
-        "summary": summary.summarize(sweep, cells),
-        "search": search,
-        "cells": list(cells),
     }
+
+
+class Journal:
+    """``journal.jsonl``: the head, then each cell as soon as it is measured; what a killed sweep leaves behind."""
+
+    def __init__(self, out: Path, sweep: Sweep) -> None:
+        self.head = head(sweep)
+        self._path = out / JOURNAL
+        (out / RESULTS).unlink(missing_ok=True)  # of another sweep
+        self._path.write_text(json.dumps(self.head) + "\n", encoding="utf-8")
+
+    def add(self, cell: dict[str, Any], about: dict[str, Any]) -> None:
+        """Write down one cell and what its method's server says about itself."""
+        entry = {"cell": cell, "about": {cell["method"]: about[cell["method"]]}}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+
+
+def recover(out: Path) -> tuple[dict[str, Any], Sweep]:
+    """The document of a sweep that ended before it could write one, from its journal.
+
+    Raises:
+        UsageError: the journal is not there, or not even its head is whole.
+    """
+    path = out / JOURNAL
+    try:
+        first, *lines = path.read_text(encoding="utf-8").splitlines()
+        top = json.loads(first)
+        sweep = parse(Sweep, top["sweep"], f"{path}: sweep")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"There is no journal of a sweep at {path} ({error}); give its directory.") from None
+    cells: list[dict[str, Any]] = []
+    about: dict[str, Any] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError):  # the last line of a sweep that was killed
+            entry = json.loads(line)
+            cells.append(entry["cell"])
+            about |= entry["about"]
+    return complete(top, sweep, cells, about), sweep
 
 
 def write(out: Path, results: dict[str, Any]) -> None:
@@ -67,6 +124,7 @@ def write(out: Path, results: dict[str, Any]) -> None:
     keys = ("method", "level", "repeat")
     rows = [{key: cell[key] for key in keys} | row for cell in results["cells"] for row in cell["rows"]]
     _table(out / "requests.csv", rows)
+    (out / JOURNAL).unlink(missing_ok=True)
 
 
 def read(path: Path) -> tuple[dict[str, Any], Sweep]:
@@ -87,6 +145,24 @@ def read(path: Path) -> tuple[dict[str, Any], Sweep]:
         columns = cell["rows"]
         cell["rows"] = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return results, parse(Sweep, results["sweep"], f"{file}: sweep")
+
+
+def _versions(*names: str) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _gpus() -> list[str]:
+    """Name, memory and driver of this machine's GPUs, empty where the driver's tool is not there."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
 def _command() -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.errors import UsageError
-from sglang_ext.evaluation.servers import free_port, serving
+from sglang_ext.evaluation.servers import free_port, started, wait_until_healthy
 from sglang_ext_loadtest import figures
 from sglang_ext_loadtest.collector import RECORDS, RUN
 from sglang_ext_loadtest.records import ERRORS, MEASURE, Record, RequestError
@@ -51,16 +51,17 @@ def levels(sweep: Sweep) -> tuple[float, ...]:
 def schedule(sweep: Sweep) -> list[Slot]:
     """Every cell, interleaved so that a drift of the machine does not fall on one method.
 
-    Endpoints that are all up take turns at each level, in a new random order each time. Where servers have to be
+    Endpoints that are all up, or servers that all stay up side by side, take turns at each level, in a new random order
+    each time. Where servers have to be
     started, one at a time, whole ladders take turns, and the order of the methods is reversed from repeat to repeat:
     the last server of one repeat is the first of the next.
     """
     source = random.Random(sweep.load.seed)
     slots = []
-    started = any(method.serve for method in sweep.methods)
+    in_turn = any(method.serve for method in sweep.methods) and not sweep.load.side_by_side
     for repeat in range(sweep.load.repeats):
         methods = list(sweep.methods if repeat % 2 == 0 else reversed(sweep.methods))
-        if started:
+        if in_turn:
             for method in methods:
                 slots += [Slot(method, level, repeat) for level in _shuffled(levels(sweep), source)]
         else:
@@ -82,15 +83,18 @@ class Runner:
         self.sweep, self.out, self.say = sweep, out, say
         self.about: dict[str, dict[str, Any]] = {}  # what each method's server says about itself
         self._stack = contextlib.ExitStack()
-        self._up: tuple[Method, Endpoint, str] | None = None
+        self._up: dict[str, tuple[Endpoint, str]] = {}  # by method: the current one, side by side all
+        self._urls: dict[str, str] = {}  # of servers that run
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._dead: dict[str, UsageError] = {}  # servers that could not be started
+        self._rehearsed: set[str] = set()
         self._api_key = os.environ.get(sweep.requests.api_key_env)
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._stop_servers()
 
     def run(self, slots: Sequence[Slot]) -> Iterator[dict[str, Any]]:
         """Measure cells one after the other; a cell that cannot be measured comes out invalid, with the reason."""
@@ -106,29 +110,65 @@ class Runner:
             yield cell
 
     def _endpoint(self, method: Method) -> tuple[Endpoint, str]:
-        if self._up is not None and self._up[0] == method:
-            return self._up[1:]
-        self._stack.close()
-        self._up = None
+        if method.name in self._up:
+            return self._up[method.name]
+        load = self.sweep.load
+        if not load.side_by_side:
+            self._stop_servers()
+        if method.serve and method.name not in self._urls | self._dead:
+            self._start([other for other in self.sweep.methods if other.serve] if load.side_by_side else [method])
         if method.name in self._dead:
             raise self._dead[method.name]
-        url = method.url
-        if url is None:
-            port = free_port()
-            log = self.out / "servers" / f"{_slug(method.name)}.log"
-            self.say(f"starting {method.name}")
-            try:
-                self._stack.enter_context(serving(method.serve, port=port, log=log))
-            except UsageError as error:
-                self._dead[method.name] = error
-                raise
-            url = f"http://127.0.0.1:{port}"
+        endpoint = self._greet(method)
+        if load.rehearse and method.name not in self._rehearsed:
+            self._rehearsed.add(method.name)
+            self._locust(*self._rehearsal(method))
+        return endpoint
+
+    def _greet(self, method: Method) -> tuple[Endpoint, str]:
+        url = method.url or self._urls[method.name]
         endpoint = Endpoint(url, self._api_key)
         model = endpoint.model(method.model)
         if "model" not in self.about.get(method.name, {}):  # also after a cell in which the endpoint was down
             self.about[method.name] = {"url": method.url, "serve": method.serve, "model": model} | endpoint.about()
-        self._up = (method, endpoint, model)
+        self._up[method.name] = endpoint, model
         return endpoint, model
+
+    def _rehearsal(self, method: Method) -> tuple[Plan, Path]:
+        """A cell at the highest level that is not kept: what is compiled or tuned on first use happens in it."""
+        place = self.out / "cells" / f"{_slug(method.name)}-rehearsal"
+        return self._plan(Slot(method, max(levels(self.sweep)), 0), *self._up[method.name], place), place
+
+    def _start(self, methods: Sequence[Method]) -> None:
+        """Start servers together; those that do not answer in time are dead for the rest of the sweep."""
+        self.say(f"starting {', '.join(method.name for method in methods)}")
+        deadline = time.monotonic() + self.sweep.load.start_seconds
+        waiting = []
+        ports: set[int] = set()
+        for method in methods:
+            while (port := free_port()) in ports:
+                pass
+            ports.add(port)
+            log = self.out / "servers" / f"{_slug(method.name)}.log"
+            own = self._stack.enter_context(contextlib.ExitStack())
+            process = own.enter_context(started(method.serve, port=port, log=log))
+            self._processes.append(process)
+            waiting.append((method, process, port, log, own))
+        for method, process, port, log, own in waiting:
+            try:
+                wait_until_healthy(process, port, log, deadline)
+            except UsageError as error:
+                self._dead[method.name] = error
+                own.close()
+            else:
+                self._urls[method.name] = f"http://127.0.0.1:{port}"
+
+    def _stop_servers(self) -> None:
+        for process in self._processes:  # all of them are told before the first is waited for
+            if process.poll() is None:
+                process.terminate()
+        self._stack.close()
+        self._processes, self._urls, self._up = [], {}, {}
 
     def _cell(self, slot: Slot, endpoint: Endpoint, model: str) -> dict[str, Any]:
         name = f"{_slug(slot.method.name)}-{slot.level:g}-{slot.repeat + 1}"
@@ -160,7 +200,8 @@ class Runner:
         load = self.sweep.load
         if load.arrivals is None:
             users = int(slot.level)
-            load = replace(load, concurrency=(users,), workers=min(load.workers, users))
+            workers = max(min(load.workers, users // load.users_per_worker), 1)
+            load = replace(load, concurrency=(users,), workers=workers)
         else:
             load = replace(load, rates=(slot.level,))
         return Plan(endpoint.url, model, self.sweep.workload, self.sweep.requests, load, str(place))

@@ -34,6 +34,10 @@ KEPT = (
     "speculative_algorithm",
     "speculative_num_draft_tokens",
     "speculative_dflash_block_size",
+    "disable_cuda_graph",
+    "cuda_graph_max_bs_decode",
+    "max_total_num_tokens",
+    "sleep_on_idle",
 )
 GAUGES = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "sglang:spec_accept_length")
 # Counters that must rise by what the requests themselves say: SGLang's own, and those of sglang-ext's metrics.

@@ -155,7 +155,7 @@ class Session:
         for number in range(warmups):
             index = (-1 - number * self.workers - self.worker) % len(prompts)
             yield Job(prompts[index], index, WARMUP, 0, concurrency)
-        total = load.requests or len(prompts)
+        total = max(load.requests or len(prompts), concurrency * (load.requests_per_user or 0))
         for number in range(self.worker, total, self.workers):
             # Said before the last one is yielded: whoever takes it begins it before anyone else can look.
             self._measuring = number + self.workers < total

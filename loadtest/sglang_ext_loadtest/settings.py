@@ -58,6 +58,7 @@ class Load:
 
     concurrency: tuple[int, ...] = LADDER  # closed loop: users, one step each
     requests: int | None = None  # measured requests per step; default: each prompt once
+    requests_per_user: int | None = None  # and at least so many per user, where requests are counted
     seconds: float | None = None  # or: measured time per step
     warmup_requests: int | None = None  # before a step of requests; default: one per user
     warmup_seconds: float = 5.0  # before a step of seconds, and in an open loop
@@ -67,6 +68,7 @@ class Load:
     seed: int = 1  # order of prompts, arrivals, interleaving, resampling
     repeats: int = 3
     workers: int = 1  # Locust worker processes; 1 runs in one process
+    users_per_worker: int = 1  # no more workers at a step than keep so many users each
     max_in_flight: int = 1024  # open loop: requests beyond are counted as not sent
     max_error_rate: float = 0.01  # a cell with more errors is invalid
     stop_errors: int = 20  # errors in a row that end a step
@@ -75,6 +77,9 @@ class Load:
         500.0  # p99 of send lag (open loop) or of the generator's own timer that invalidates a step
     )
     flush_cache: bool = True  # empty the server's prefix cache before each step
+    side_by_side: bool = False  # start all servers at once and keep them up, so that methods take turns at each level
+    rehearse: bool = False  # once a server is up: a step at the highest level first, which is not measured
+    start_seconds: float = 240.0  # a server that has not answered by then counts as down
 
 
 @dataclass(frozen=True)
@@ -192,9 +197,12 @@ def check_load(load: Load) -> None:
         raise UsageError("Arrivals from a trace need its file; set trace.")
     elif load.arrivals != "trace" and (not load.rates or min(load.rates) <= 0):
         raise UsageError(f"{load.arrivals} arrivals need rates above 0; set rates, in requests per second.")
-    if load.repeats < 1 or load.workers < 1:
-        raise UsageError("repeats and workers must be 1 or more.")
-    _positive("load", requests=load.requests, seconds=load.seconds)
+    if load.repeats < 1 or load.workers < 1 or load.users_per_worker < 1:
+        raise UsageError("repeats, workers and users_per_worker must be 1 or more.")
+    if load.requests_per_user is not None and load.seconds is not None:
+        raise UsageError("requests_per_user needs steps of requests; leave seconds out.")
+    _positive("load", requests=load.requests, seconds=load.seconds, requests_per_user=load.requests_per_user)
+    _positive("load", start_seconds=load.start_seconds)
     _positive("load", stop_errors=load.stop_errors, stop_seconds=load.stop_seconds, max_in_flight=load.max_in_flight)
 
 

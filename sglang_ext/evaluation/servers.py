@@ -39,6 +39,16 @@ def serving(
     Raises:
         UsageError: the server ended or stayed silent instead of answering; says what it printed last.
     """
+    with started(words, port=port, log=log, env=env) as process:
+        wait_until_healthy(process, port, log, time.monotonic() + START_SECONDS)
+        yield process
+
+
+@contextlib.contextmanager
+def started(
+    words: Sequence[str], *, port: int, log: Path, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """What ``serving`` does, without waiting until the server answers: several can load at the same time."""
     command = [sys.executable, "-m", "sglang_ext.cli", "serve", *words, "--port", str(port)]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -51,7 +61,6 @@ def serving(
             start_new_session=True,
         )
     try:
-        _wait_until_healthy(process, port, log)
         yield process
     finally:
         stop(process)
@@ -80,8 +89,12 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             signal.signal(number, handler)
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
+def wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path, deadline: float) -> None:
+    """Return once /health of a started server answers; ``deadline`` is on the monotonic clock.
+
+    Raises:
+        UsageError: the server ended, or the deadline passed.
+    """
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise UsageError(f"The server ended with code {process.returncode} before it answered: {_last_line(log)}")
@@ -92,7 +105,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) 
         except (urllib.error.URLError, OSError):
             pass
         time.sleep(0.5)
-    raise UsageError(f"The server did not answer within {START_SECONDS:.0f} s; read {log}.")
+    raise UsageError(f"The server did not answer in time; read {log}.")
 
 
 def _last_line(log: Path) -> str:
