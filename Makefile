@@ -2,7 +2,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 
-.PHONY: help setup demo loadtest-demo observe prometheus chart chart-tools test lint image clean
+.PHONY: help setup demo loadtest-demo observe prometheus chart chart-tools test test-gpu lint image clean
 
 help: ## What can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -31,6 +31,10 @@ chart-tools: setup
 
 test: setup prometheus chart-tools ## All tests (about 25 minutes on two cores)
 	@$(RUN) -m pytest
+
+# On a GPU machine with SGLang and pytest in PYTHON's own environment: .venv holds a CPU build of torch.
+test-gpu: ## Tests that need a GPU, with PYTHON's own SGLang; record in build/gpu-tests/tests.json, ARGS= for pytest
+	@$(PYTHON) -m pytest tests/gpu --junitxml build/gpu-tests/junit.xml $(ARGS)
 
 lint: setup ## ruff and mypy
 	@$(RUN) -m ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -22,7 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_job(
-    job: str, timeout: float = 240, env: dict[str, str] | None = None, fresh: bool | None = None, **payload: Any
+    job: str,
+    timeout: float = 240,
+    env: dict[str, str] | None = None,
+    fresh: bool | None = None,
+    log: Path | None = None,
+    device: str = "cpu",
+    **payload: Any,
 ) -> Any:
     """Call ``jobs.<job>(**payload)`` in a new process and return its result (JSON both ways).
 
@@ -30,26 +37,31 @@ def run_job(
         timeout: seconds after which the job's process group is killed.
         env: variables on top of this process's and the CPU platform's.
         fresh: True starts a new interpreter, as a user would; False forks one that has SGLang imported already (quick).
-            By default that is only where ``env`` has a variable of SGLang's own, which it may read on import.
+            By default that is only where ``env`` has a variable of SGLang's own, which it may read on import, or on
+            another device than the CPU, since CUDA does not survive a fork.
+        log: keep the job's output here instead of in a temporary file.
+        device: where its engine runs; on another device than the CPU nothing of the CPU platform's is set.
 
     Raises:
         AssertionError: the job failed or ran out of time; the message ends with its last output.
     """
     env = env or {}
     if fresh is None:
-        fresh = any(name.startswith("SGLANG_") and not name.startswith("SGLANG_EXT_") for name in env)
+        read_on_import = [name for name in env if name.startswith("SGLANG_") and not name.startswith("SGLANG_EXT_")]
+        fresh = device != "cpu" or bool(read_on_import)
     with tempfile.TemporaryDirectory() as folder:
-        request, answer, log = (Path(folder) / name for name in ("request.json", "answer.json", "log"))
+        request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
+        log = log or Path(folder) / "log"
         request.write_text(json.dumps(payload))
-        start = _start_fresh if fresh else _warm().start
+        start = functools.partial(_start_fresh, device) if fresh else _warm().start
         pid, wait = start([job, str(request), str(answer)], log, env)
+        _live.add(pid)
         try:
             code: int | str = wait(timeout)
         except TimeoutError:
             code = f"nothing within {timeout:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            _kill(pid)
         if code != 0 or not answer.exists():
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
             raise AssertionError(f"job {job} ended with {code}:\n{tail}")
@@ -57,19 +69,36 @@ def run_job(
 
 
 Wait = Callable[[float], int]
+_live: set[int] = set()
 
 
-def _environment(env: dict[str, str]) -> dict[str, str]:
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    _live.discard(pid)
+
+
+@atexit.register
+def _kill_all() -> None:
+    """End what an interrupted run has left in its threads."""
+    for pid in list(_live):
+        _kill(pid)
+
+
+def _environment(env: dict[str, str], device: str = "cpu") -> dict[str, str]:
+    platform = cpu.environment() if device == "cpu" else {}
     # Models are local; a hub that cannot be reached would only cost time.
-    return {**os.environ, **cpu.environment(), "HF_HUB_OFFLINE": "1", **env}
+    merged = {**os.environ, **platform, "HF_HUB_OFFLINE": "1", **env}
+    paths = [env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]  # SGLang itself may lie on the path
+    return {**merged, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def _start_fresh(words: list[str], log: Path, env: dict[str, str]) -> tuple[int, Wait]:
+def _start_fresh(device: str, words: list[str], log: Path, env: dict[str, str]) -> tuple[int, Wait]:
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.engine.jobs", *words],
             cwd=ROOT,
-            env=_environment(env),
+            env=_environment(env, device),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

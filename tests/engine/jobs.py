@@ -27,7 +27,8 @@ def generate(engine: dict[str, Any], steps: list[dict[str, Any]], metrics: bool 
 
     from sglang_ext import cpu
 
-    defaults = {**cpu.SERVER_DEFAULTS, "context_length": 512, "max_total_tokens": 4096, "max_running_requests": 4}
+    platform = cpu.SERVER_DEFAULTS if engine.get("device", "cpu") == "cpu" else {}
+    defaults = {**platform, "context_length": 512, "max_total_tokens": 4096, "max_running_requests": 4}
     started = time.monotonic()
     running = sgl.Engine(**{**defaults, "log_level": "warning", "random_seed": 1, "enable_metrics": metrics, **engine})
     seconds = time.monotonic() - started

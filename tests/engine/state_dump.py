@@ -88,8 +88,9 @@ class _Follower:
         from safetensors.torch import save_file
 
         name = f"{next(self.count):05d}"
-        assert self.read is not None
-        save_file({"states": self.read.contiguous()}, self.folder / f"{name}.safetensors")
+        if self.read is None:  # kernels read the pool themselves; nothing has changed it since
+            self.read = self.worker.draft_model.states.gather(forward_batch.req_pool_indices)
+        save_file({"states": self.read.cpu().contiguous()}, self.folder / f"{name}.safetensors")
         mapping = self.worker.draft_model.states.state_slots
         rows = [
             {

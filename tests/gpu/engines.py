@@ -1,0 +1,142 @@
+"""The engines that the GPU tests look at: each is started once, several at a time, and shared by its tests.
+
+fp32: the tiny random models of the engine tests, whose carry shows in every round; attention by Triton, the one backend
+with float32, and plain torch for what else has no float32 kernel. So each round can be compared to 1e-4. bf16: the
+small trained models of ``models/`` with every backend (their heads of 64 suit all three), and everything with a hybrid
+target, whose prefill kernel takes no float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.settings import CARRIED_ROWS_LIMIT
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+GREEDY = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True}
+PROMPTS = [
+    "Hello, my name is Bob and",
+    "def add(a, b):\n    return",
+    '{"key": [1, 2, 3], "name":',
+    "speculative decoding on a GPU: " * 4,
+    "The capital of France is",
+    "once upon a time there was",
+    "the quick brown fox jumps over " * 5,
+    "1 2 3 4 5 6 7 8",
+]
+CONCURRENT = 48
+ABORTED = (3, 11, 17, 29, 40)
+# Fresh prompts; their conversations going on (radix hits on what decoding committed); more requests of several lengths
+# than the 32 slots, with some aborted on the way; new tenants of the slots they left.
+CHURN: list[dict[str, Any]] = [
+    {"generate": PROMPTS, "sampling": GREEDY},
+    {"go_on": 0, "sampling": {**GREEDY, "max_new_tokens": 16}},
+    {
+        "generate": [f"{index}: {PROMPTS[index % len(PROMPTS)]} and more" for index in range(CONCURRENT)],
+        "sampling": [{**GREEDY, "max_new_tokens": 16 + 4 * (index % 6)} for index in range(CONCURRENT)],
+        "abort": list(ABORTED),
+        "stagger": 0.01,
+    },
+    {"generate": [f"{text} again" for text in PROMPTS], "sampling": GREEDY},
+]
+FEW = CHURN[:2]
+
+BASE: dict[str, Any] = {
+    "device": "cuda",
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "skip_server_warmup": True,
+    # A fraction of the memory that is free at the start; the pools are bounded below, so little of it is taken.
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 16384,
+    "max_running_requests": 32,
+    "context_length": 512,
+    "disable_prefill_cuda_graph": True,
+    "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 24, 32],
+    "log_level": "info",
+}
+HYBRID = {"max_running_requests": 16, "max_mamba_cache_size": 96, "cuda_graph_bs_decode": [1, 2, 4, 8, 16]}
+EAGER = {"disable_cuda_graph": True}
+FP32_ENVIRONMENT = {"TRITON_F32_DEFAULT": "ieee", "SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine: its models by name, its flags, what it is asked, and what is written down of it."""
+
+    target: str
+    drafter: str | None = None
+    algorithm: str | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=lambda: CHURN)
+    oracle: bool = False
+    rounds: bool = False
+    states: bool = False
+    gpus: int = 1
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.target == "tiny-dense" else "bfloat16"
+
+
+def _carryover(kind: str, target: str = "tiny-dense", **settings: Any) -> Engine:
+    return Engine(target, f"carryover-{kind}", f"CARRYOVER_{kind.upper()}", **settings)
+
+
+_checked = functools.partial(_carryover, oracle=True, rounds=True)
+_ready = functools.partial(Engine, "tiny-hybrid", "ready", "READY", oracle=True, states=True)
+
+# In the order in which they start: what the ladder of smoke tests wants first.
+ENGINES: dict[str, Engine] = {
+    "dspark": Engine("tiny-dense", "dspark", "DSPARK", rounds=True),
+    "carryover-dspark-eager": _checked("dspark", flags=EAGER),
+    "carryover-dspark": _checked("dspark"),
+    "ready-eager": _ready(flags={**EAGER, "disable_overlap_schedule": True}),
+    "ready": _ready(),
+    "carryover-dflash": _checked("dflash"),
+    "plain": Engine("tiny-dense"),
+    "plain-hybrid": Engine("tiny-hybrid"),
+    "carryover-dspark-off": _carryover("dspark", env={CARRIED_ROWS_LIMIT: "0"}, rounds=True),
+    "dflash": Engine("tiny-dense", "dflash", "DFLASH", rounds=True),
+    "carryover-dflash-off": _carryover("dflash", env={CARRIED_ROWS_LIMIT: "0"}, rounds=True),
+    "carryover-dflash-eager": _checked("dflash", flags=EAGER),
+    "hybrid-dspark": Engine("tiny-hybrid", "dspark", "DSPARK", rounds=True),
+    "ready-zero": Engine("tiny-hybrid", "ready-zero", "READY", rounds=True),
+    "ready-carryover": Engine("tiny-hybrid", "ready-carryover", "READY_CARRYOVER", oracle=True, states=True),
+    "trained-plain": Engine("dense"),
+    **{
+        f"trained-{kind}-{backend}": _carryover(
+            kind, "dense", flags={"attention_backend": backend}, rounds=True, steps=CHURN
+        )
+        for backend in ("triton", "fa3", "flashinfer")
+        for kind in ("dspark", "dflash")
+    },
+    "page-16": _checked("dspark", flags={"page_size": 16}),
+    "page-64": _checked("dflash", flags={"page_size": 64}),
+    "no-overlap-mixed-chunk": _checked(
+        "dspark", flags={"disable_overlap_schedule": True, "chunked_prefill_size": 32, "enable_mixed_chunk": True}
+    ),
+    "chunked-prefill-page-16": _checked("dflash", flags={"chunked_prefill_size": 32, "page_size": 16}),
+    "retraction": _checked("dspark", flags={"max_total_tokens": 1024}, env={"SGLANG_TEST_RETRACT": "1"}),
+    "fa3-page-64": _carryover("dspark", "dense", flags={"attention_backend": "fa3", "page_size": 64}, rounds=True),
+    "flashinfer-page-16": _carryover(
+        "dflash", "dense", flags={"attention_backend": "flashinfer", "page_size": 16}, rounds=True
+    ),
+    "two-gpus-carryover": _carryover("dspark", "dense", flags={"tp_size": 2}, rounds=True, steps=FEW, gpus=2),
+    "two-gpus-ready": Engine("tiny-hybrid", "ready", "READY", flags={"tp_size": 2}, rounds=True, steps=FEW, gpus=2),
+    "one-gpu-ready": Engine("tiny-hybrid", "ready", "READY", rounds=True, steps=FEW),
+    "defaults": _carryover(
+        "dspark",
+        "dense",
+        # What SGLang chooses: fa3, graphs for prefills too, its own batch sizes, FlashInfer's sampling.
+        flags=dict.fromkeys(
+            ("attention_backend", "sampling_backend", "disable_prefill_cuda_graph", "cuda_graph_bs_decode")
+        ),
+        rounds=True,
+    ),
+}
