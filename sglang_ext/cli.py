@@ -20,6 +20,7 @@ COMMANDS = {
         "sglang_ext.commands.evaluate",
         "measure acceptance of drafters on the real server, compared in pairs",
     ),
+    "bench": ("sglang_ext.bench.cli", "what the methods cost on this GPU: kernels and decode rounds"),
     "train": ("sglang_ext.training.cli", "data, targets, drafters: from text files to served checkpoints"),
 }
 

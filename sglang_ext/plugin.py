@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from sglang_ext import compat
 from sglang_ext.errors import refusal_ends_process
+from sglang_ext.settings import bench_plan
 from sglang_ext.sglang_version import check_version
 
 
@@ -20,3 +23,7 @@ def register() -> None:
         cpu.install()
     algorithms.register()
     compat.on_scheduler_start(scheduler.attach)
+    if plan := bench_plan():
+        from sglang_ext.bench import probe
+
+        compat.on_scheduler_start(partial(probe.attach, plan=plan))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from pathlib import Path
 
 from sglang_ext.errors import UsageError
 
@@ -13,6 +14,7 @@ ROUNDS = "SGLANG_EXT_ROUNDS"
 READ_STATES = "SGLANG_EXT_READ_STATES"
 WRONG_STATES = ("zero", "stale", "shuffled")
 EXPECTED_METHOD = "SGLANG_EXT_EXPECTED_METHOD"
+BENCH_PLAN = "SGLANG_EXT_BENCH_PLAN"
 SERVE_FLAGS = "SGLANG_EXT_SERVE_FLAGS"
 
 
@@ -44,6 +46,12 @@ def oracle_log() -> str | None:
 def rounds_folder() -> str | None:
     """Directory that the debug mode records rounds with their features in; unset means the mode is off."""
     return os.environ.get(ROUNDS) or None
+
+
+def bench_plan() -> Path | None:
+    """Plan of ``bench round``, which sets it for its engine; unset anywhere else."""
+    plan = os.environ.get(BENCH_PLAN)
+    return Path(plan) if plan else None
 
 
 def expected_method() -> str | None:

@@ -1,11 +1,14 @@
-"""Triton kernels of the reader: gather and reduce in one, query and read in one. CUDA only.
+"""Triton kernels of the reader: gather and reduce, query and read, or all of it in one launch. CUDA only.
 
 The plain forms are ``StateReader.reduce`` behind ``CommittedStates.gather``, and ``reader.read_reduced``. Here no copy
 of the states is made: a program follows a request's slot to the pool (1.57 M values for the paper's two sources), so
-both kernels can live in a CUDA graph, where only the slots in a fixed buffer change.
+the kernels can live in a CUDA graph, where only the slots in a fixed buffer change.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import triton
 import triton.language as tl
@@ -19,14 +22,14 @@ _READ_TILE = 4096  # values of M^ that one program of the second kernel holds
 
 
 @triton.jit
-def _reduce_kernel(  # type: ignore[no-untyped-def]
-    temporal, state_slots, request_slots, layers, value_down, key_down, out, stride_layer, stride_slot, stride_head,
-    stride_value, stride_key, eps,
+def _reduced(  # type: ignore[no-untyped-def]
+    temporal, state_slots, request_slots, layers, value_down, key_down, request, source, head,
+    stride_layer, stride_slot, stride_head, stride_value, stride_key, eps,
     HEADS: tl.constexpr, V: tl.constexpr, K: tl.constexpr, RV: tl.constexpr, RK: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BRV: tl.constexpr, BRK: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One request, source and head: M = P S U^T, tile by tile along V, then M / rms(M)."""
-    request, source, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """M^ [BRV, BRK] of one request, source and head: M = P S U^T, tile by tile along V, then M / rms(M)."""
     slot = tl.load(state_slots + tl.load(request_slots + request)).to(tl.int64)
     slot = tl.maximum(slot, 0)  # a padding row's result is used by nobody, but must be readable
     layer = tl.load(layers + source).to(tl.int64)
@@ -35,25 +38,75 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     v, k = tl.arange(0, BV), tl.arange(0, BK)
     rv, rk = tl.arange(0, BRV), tl.arange(0, BRK)
     down = tl.zeros([BRV, BK], dtype=tl.float32)
-    for start in range(0, V, BV):
+    for start in tl.range(0, V, BV, num_stages=STAGES):
         row = start + v
-        tile = tl.load(
-            state + row[:, None] * stride_value + k[None, :] * stride_key,
-            mask=(row[:, None] < V) & (k[None, :] < K), other=0.0,
-        ).to(tl.float32)  # fmt: skip
+        places = state + row[:, None] * stride_value + k[None, :] * stride_key
+        if V % BV == 0 and K == BK:  # wide copies, without a mask
+            tile = tl.load(places).to(tl.float32)
+        else:
+            tile = tl.load(places, mask=(row[:, None] < V) & (k[None, :] < K), other=0.0).to(tl.float32)
         p = tl.load(
             value_down + (at * RV + rv[:, None]) * V + row[None, :],
             mask=(rv[:, None] < RV) & (row[None, :] < V), other=0.0,
         )  # fmt: skip
-        down += tl.dot(p, tile, input_precision="ieee")
+        down += tl.dot(p, tile, input_precision=PRECISION)
     u = tl.load(
         key_down + (at * RK + rk[None, :]) * K + k[:, None], mask=(rk[None, :] < RK) & (k[:, None] < K), other=0.0
     )
-    reduced = tl.dot(down, u, input_precision="ieee")
+    reduced = tl.dot(down, u, input_precision=PRECISION)
     mean = tl.sum(tl.sum(reduced * reduced, axis=1), axis=0) / (RV * RK)
+    return reduced * tl.rsqrt(mean + eps)
+
+
+@triton.jit
+def _reduce_kernel(  # type: ignore[no-untyped-def]
+    temporal, state_slots, request_slots, layers, value_down, key_down, out,
+    stride_layer, stride_slot, stride_head, stride_value, stride_key, eps,
+    HEADS: tl.constexpr, V: tl.constexpr, K: tl.constexpr, RV: tl.constexpr, RK: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, BRV: tl.constexpr, BRK: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """M^ of one request, source and head, stored: where several draft layers read it."""
+    request, source, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    reduced = _reduced(
+        temporal, state_slots, request_slots, layers, value_down, key_down, request, source, head,
+        stride_layer, stride_slot, stride_head, stride_value, stride_key, eps,
+        HEADS, V, K, RV, RK, BV, BK, BRV, BRK, STAGES, PRECISION,
+    )  # fmt: skip
+    rv, rk = tl.arange(0, BRV), tl.arange(0, BRK)
+    place = (request * tl.num_programs(1) + source) * HEADS + head
+    place = out + place * RV * RK + rv[:, None] * RK + rk[None, :]
+    tl.store(place, reduced, mask=(rv[:, None] < RV) & (rk[None, :] < RK))
+
+
+@triton.jit
+def _read_states_kernel(  # type: ignore[no-untyped-def]
+    temporal, state_slots, request_slots, layers, value_down, key_down, queries, out,
+    stride_layer, stride_slot, stride_head, stride_value, stride_key, eps, rows,
+    HEADS: tl.constexpr, QUERY_HEADS: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    RV: tl.constexpr, RK: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BRV: tl.constexpr, BRK: tl.constexpr,
+    BROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """M^ of one request, source and head, and what all rows of the request's block read from it."""
+    request, source, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    reduced = _reduced(
+        temporal, state_slots, request_slots, layers, value_down, key_down, request, source, head,
+        stride_layer, stride_slot, stride_head, stride_value, stride_key, eps,
+        HEADS, V, K, RV, RK, BV, BK, BRV, BRK, STAGES, PRECISION,
+    )  # fmt: skip
+    if EARLY:  # launched before the kernel in front has ended, whose result the queries are; the states are older
+        tl.extra.cuda.gdc_wait()
     sources = tl.num_programs(1)
-    place = out + ((request * sources + source) * HEADS + head) * RV * RK + rv[:, None] * RK + rk[None, :]
-    tl.store(place, reduced * tl.rsqrt(mean + eps), mask=(rv[:, None] < RV) & (rk[None, :] < RK))
+    row, rv, rk = tl.arange(0, BROWS), tl.arange(0, BRV), tl.arange(0, BRK)
+    asked = head if QUERY_HEADS == HEADS else 0  # a query of its own, or one for all heads of a source
+    q = tl.load(
+        queries + (((request * rows + row[:, None]) * sources + source) * QUERY_HEADS + asked) * RK + rk[None, :],
+        mask=(row[:, None] < rows) & (rk[None, :] < RK), other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    q = q / tl.maximum(tl.sqrt(tl.sum(q * q, axis=1)), eps)[:, None]
+    read = tl.dot(q, tl.trans(reduced), input_precision=PRECISION)
+    place = out + (((request * rows + row[:, None]) * sources + source) * HEADS + head) * RV + rv[None, :]
+    tl.store(place, read.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (rv[None, :] < RV))
 
 
 @triton.jit
@@ -85,8 +138,40 @@ def _read_kernel(  # type: ignore[no-untyped-def]
     tl.store(place, read.to(out.dtype.element_ty), mask=(pair[:, None] < PAIRS) & (rv[None, :] < RV))
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """How the states are loaded and multiplied: measured with ``sglang-ext bench kernels`` (docs/performance.md).
+
+    ``tf32x3`` is three products on tensor cores that keep float32's precision; ``ieee`` is plain float32.
+    """
+
+    rows: int = 32  # of a state, a tile
+    stages: int = 2  # tiles under way
+    warps: int = 8
+    precision: Literal["tf32x3", "ieee"] = "tf32x3"
+    early: bool = False  # programmatic dependent launch: load the states while the kernel in front still runs
+
+    def sides(self, value_down: Tensor, key_down: Tensor) -> dict[str, Any]:
+        """Compile-time sizes of both kernels that load states, and their launch options."""
+        _, heads, rank_v, value_dim = value_down.shape
+        rank_k, key_dim = key_down.shape[2:]
+        return {
+            "HEADS": heads, "V": value_dim, "K": key_dim, "RV": rank_v, "RK": rank_k,
+            "BV": min(_side(value_dim), self.rows), "BK": _side(key_dim), "BRV": _side(rank_v), "BRK": _side(rank_k),
+            "STAGES": self.stages, "PRECISION": self.precision, "num_warps": self.warps,
+        }  # fmt: skip
+
+
+TUNING = Tuning()
+
+
 def reduce_states(
-    states: CommittedStates, layers: Tensor, request_slots: Tensor, value_down: Tensor, key_down: Tensor
+    states: CommittedStates,
+    layers: Tensor,
+    request_slots: Tensor,
+    value_down: Tensor,
+    key_down: Tensor,
+    tuning: Tuning = TUNING,
 ) -> Tensor:
     """Reduced states M^ [bs, L, HV, r_v, r_k] (float32) straight from the pool.
 
@@ -95,16 +180,43 @@ def reduce_states(
         layers: [L] int64 on the device, ``states.layers``.
         request_slots: [bs] request slots.
         value_down, key_down: the reader's, [L, HV, r_v, V] and [L, HV, r_k, K], float32.
+        tuning: changes the speed only.
     """
-    sources, heads, rank_v, value_dim = value_down.shape
-    rank_k, key_dim = key_down.shape[2:]
-    out = value_down.new_empty(request_slots.shape[0], sources, heads, rank_v, rank_k)
+    sources, heads, rank_v, _ = value_down.shape
+    out = value_down.new_empty(request_slots.shape[0], sources, heads, rank_v, key_down.shape[2])
     _reduce_kernel[(request_slots.shape[0], sources, heads)](
         states.temporal, states.state_slots, request_slots, layers, value_down, key_down, out,
-        *states.temporal.stride(), EPS,
-        HEADS=heads, V=value_dim, K=key_dim, RV=rank_v, RK=rank_k,
-        BV=_side(min(value_dim, 32)), BK=_side(key_dim), BRV=_side(rank_v), BRK=_side(rank_k),
-        num_warps=8,  # with 4 it spills registers
+        *states.temporal.stride(), EPS, **tuning.sides(value_down, key_down),
+    )  # fmt: skip
+    return out
+
+
+def read_states(
+    states: CommittedStates,
+    layers: Tensor,
+    request_slots: Tensor,
+    value_down: Tensor,
+    key_down: Tensor,
+    queries: Tensor,
+    tuning: Tuning = TUNING,
+) -> Tensor:
+    """``reduce_states`` and ``read_reduced`` in one launch, for a drafter of which one layer reads.
+
+    Args:
+        queries: [bs, B, L, HV or 1, r_k], not yet of unit length.
+
+    Returns:
+        Reads [bs, B, L, HV, r_v] in the dtype of the queries.
+    """
+    sources, heads, rank_v, _ = value_down.shape
+    anchors, rows, _, query_heads, _ = queries.shape
+    out = queries.new_empty(anchors, rows, sources, heads, rank_v)
+    launch: dict[str, Any] = {"launch_pdl": True} if tuning.early else {}
+    _read_states_kernel[(anchors, sources, heads)](
+        states.temporal, states.state_slots, request_slots, layers, value_down, key_down, queries.contiguous(), out,
+        *states.temporal.stride(), EPS, rows,
+        QUERY_HEADS=query_heads, BROWS=_side(rows), EARLY=tuning.early,
+        **tuning.sides(value_down, key_down), **launch,
     )  # fmt: skip
     return out
 

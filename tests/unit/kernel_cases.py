@@ -31,7 +31,7 @@ LARGE = {"value_heads": 48, "value_dim": 128, "key_dim": 128, "rank_k": 8, "rank
 
 @torch.no_grad()
 def compare(device: str, state_dtype: Any = None, query_dtype: Any = None, **shape: Any) -> dict[str, float]:
-    """Largest differences of the two kernels from the plain forms, and what a transposed state would differ by."""
+    """Largest differences of the kernels from the plain forms, and what a transposed state would differ by."""
     generator = torch.Generator().manual_seed(0)
     config = ReadyConfig(source_layers=(0, 2), **shape)
     reader = StateReader(config, 16, 2)
@@ -51,12 +51,15 @@ def compare(device: str, state_dtype: Any = None, query_dtype: Any = None, **sha
     queries = torch.randn(5, 7, 2, query_heads, config.rank_k, generator=generator)
     queries = queries.to(device, query_dtype or torch.float32)
     reads = kernels.read_reduced(queries, expected)
+    fused = kernels.read_states(states, layers, request_slots, reader.value_down, reader.key_down, queries)
     hidden = torch.randn(5, 7, 16, generator=generator).to(device)
     delta = reader.read(hidden, reduced, 0, kernels.read_reduced)
+    wanted = read_reduced(queries, expected).to(queries.dtype).float()
     found = {
         "delta": float((delta - reader.read(hidden, expected)).abs().max()),
         "reduce": float((reduced - expected).abs().max()),
-        "read": float((reads.float() - read_reduced(queries, expected).to(queries.dtype).float()).abs().max()),
+        "read": float((reads.float() - wanted).abs().max()),
+        "fused": float((fused.float() - wanted).abs().max()),
     }
     if config.value_dim == config.key_dim:
         swapped = CommittedStates(temporal.transpose(-1, -2), slots, states.layers)

@@ -1,0 +1,328 @@
+"""``sglang-ext bench round``: what a decode round takes with each method, beside the stock one, and its parts.
+
+Weights are random and the acceptance length is forced, so all methods commit the same number of tokens a round and only
+their time differs. Stock and ours run in one engine on one target, in turns of some rounds (``bench.probe``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.bench.shapes import SHAPES
+from sglang_ext.errors import UsageError
+from sglang_ext.settings import BENCH_PLAN
+
+DSPARK = ("DSPARK", "CARRYOVER_DSPARK", "READY", "READY_CARRYOVER")
+DFLASH = ("DFLASH", "CARRYOVER_DFLASH")
+PARTS = ("draft", "verify", "inject", "glue", "round")
+SETTLING = 3
+"""Rounds behind each change of method that are not counted: the clocks' queue is filled by the method before."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Shape, methods, cells and outputs."""
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3.8-27b", help="target and its drafters")
+    parser.add_argument(
+        "--methods", nargs="+", metavar="M", help="the stock one first, all of its kind; AR alone; default: DSPARK's"
+    )
+    parser.add_argument(
+        "--cells", nargs="+", default=["1x1024", "32x1024"], metavar="BxC", help="batch x context, measured in order"
+    )
+    parser.add_argument("--turns", type=int, default=6, help="turns that each method gets in a cell")
+    parser.add_argument("--turn", type=int, default=16, help="rounds of a turn")
+    parser.add_argument("--acceptance", type=float, default=4.0, help="forced tokens a round")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it, no measurement")
+    parser.add_argument("--limit", type=float, default=900, help="seconds after which the engine is ended")
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of the engine")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file, rewritten after each cell; PNG beside it")
+
+
+def cells_of(words: Iterable[str]) -> list[tuple[int, int]]:
+    """(batch, context) of words such as 32x1024; UsageError for another form."""
+    found = []
+    for word in words:
+        batch, _, context = word.partition("x")
+        if not (batch.isdigit() and context.isdigit() and int(batch) and int(context)):
+            raise UsageError(f"--cells {word} is no batch and context; write for example 32x1024.")
+        found.append((int(batch), int(context)))
+    return found
+
+
+def methods_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The methods to measure, stock first; UsageError for a set that cannot share one engine."""
+    given = tuple(name.upper() for name in args.methods or [])
+    shape = SHAPES[args.shape]
+    methods = given or (DSPARK if shape.ready else DSPARK[:2])
+    kind = next((kind for kind in (DSPARK, DFLASH, ("AR",)) if set(methods) <= set(kind)), None)
+    if kind is None:
+        raise UsageError(
+            f"--methods {' '.join(methods)} cannot share an engine; name some of {', '.join(DSPARK)}, or of "
+            f"{', '.join(DFLASH)}, or AR alone."
+        )
+    if methods[0] != kind[0]:
+        raise UsageError(f"--methods must begin with the stock method {kind[0]}, which the others are held against.")
+    if shape.ready is None and any(name.startswith("READY") for name in methods):
+        raise UsageError(f"The target {args.shape} has no recurrent states for READY to read; leave it out.")
+    return methods
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the engine in a process of its own, measure cell by cell, draw."""
+    from sglang_ext.evaluation import record
+
+    cells, methods = cells_of(args.cells), methods_of(args)
+    if args.device == "cuda" and not _has_gpu():
+        raise UsageError("There is no CUDA device here, and a CPU's rounds say nothing about a GPU's; use a GPU.")
+    document: dict[str, Any] = {
+        "command": shlex.join(["sglang-ext", *sys.argv[1:]]),
+        "environment": record.environment(),
+        "shape": args.shape,
+        "methods": list(methods),
+        "acceptance": args.acceptance,
+        "turns": args.turns,
+        "turn": args.turn,
+        "memory": {},
+        "rows": [],
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        paths = SHAPES[args.shape].write(folder, tuple(m for m in methods if m != "AR"))
+        rounds = folder / "rounds.jsonl"
+        drafters = {method: str(paths.get(method, "")) for method in methods}
+        plan = {"methods": drafters, "turn": args.turn, "out": str(rounds)}
+        (folder / "plan.json").write_text(json.dumps(plan))
+        job = {
+            "engine": engine_arguments(args, methods, cells, paths),
+            "cells": cells,
+            "new_tokens": new_tokens(args, methods),
+            "vocabulary": SHAPES[args.shape].common["vocab_size"] - 64,
+        }
+        (folder / "job.json").write_text(json.dumps(job))
+        environment = {
+            **os.environ,
+            BENCH_PLAN: str(folder / "plan.json"),
+            "SGLANG_SIMULATE_ACC_LEN": str(args.acceptance) if methods[0] != "AR" else "-1",
+        }
+        if args.device == "cpu":
+            from sglang_ext import cpu
+
+            environment |= cpu.environment()
+        command = [sys.executable, "-m", "sglang_ext.bench.engine", str(folder / "job.json")]
+        process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + args.limit
+        try:
+            _follow(process, deadline, document, args.out, rounds, folder / "memory.json", cells, methods)
+        finally:
+            _end(process)
+    if not document["rows"]:
+        print("No cell was measured; the engine's output above says why.", file=sys.stderr)
+        return 1
+    _draw(document, args.out.with_suffix(".png"))
+    return 0 if len({(row["batch"], row["context"]) for row in document["rows"]}) == len(cells) else 1
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def new_tokens(args: argparse.Namespace, methods: Sequence[str]) -> int:
+    """Output tokens of each request: enough rounds for every method's turns."""
+    rounds = len(methods) * args.turns * args.turn + 2
+    return int(rounds * (1 if methods[0] == "AR" else args.acceptance))
+
+
+def engine_arguments(
+    args: argparse.Namespace, methods: Sequence[str], cells: Sequence[tuple[int, int]], paths: dict[str, Path]
+) -> dict[str, Any]:
+    """Arguments of ``sglang.Engine``: pools just large enough, graphs of the measured batch sizes."""
+    from sglang_ext import cpu
+
+    more = new_tokens(args, methods) + 128
+    batch = max(batch for batch, _ in cells)
+    arguments: dict[str, Any] = {
+        "model_path": str(paths["target"]),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "disable_radix_cache": True,
+        "context_length": max(context for _, context in cells) + more,
+        "max_total_tokens": max(batch * (context + more) for batch, context in cells) + 1024,
+        "max_running_requests": batch,
+        "random_seed": 1,
+        "log_level": "info",
+    }
+    if args.device == "cpu":
+        arguments = {**cpu.SERVER_DEFAULTS, **arguments, "max_mamba_cache_size": 4 * batch}
+    else:
+        arguments |= {
+            "attention_backend": "triton",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "skip_server_warmup": True,
+            "cuda_graph_bs_decode": sorted({batch for batch, _ in cells}),
+            "disable_prefill_cuda_graph": True,
+            "mem_fraction_static": 0.85,
+        }
+        if "linear_num_value_heads" in SHAPES[args.shape].target:
+            arguments["max_mamba_cache_size"] = batch + 1
+    if methods[0] != "AR":
+        arguments |= {"speculative_algorithm": methods[0], "speculative_draft_model_path": str(paths[methods[0]])}
+    return arguments | args.engine
+
+
+def _follow(
+    process: Any,
+    deadline: float,
+    document: dict[str, Any],
+    out: Path,
+    rounds: Path,
+    memory: Path,
+    cells: Sequence[tuple[int, int]],
+    methods: Sequence[str],
+) -> None:
+    """Take the cells as the engine's process ends them; its first word on each line says what the line is."""
+    from sglang_ext.evaluation import record
+
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), lambda: _end(process))
+    timer.daemon = True
+    timer.start()
+    done = 0
+    try:
+        for line in process.stdout:
+            word, _, rest = line.strip().partition(" ")
+            if word == "READY_TO_MEASURE":
+                document["start_seconds"] = float(rest)
+                document["memory"] = json.loads(memory.read_text())
+                print(f"engine started in {float(rest):.0f} s; memory {json.dumps(document['memory'])}", flush=True)
+            elif word == "CELL_DONE":
+                batch, context = cells[done]
+                done += 1
+                rows = summarize(take_rounds(rounds), batch, context, methods[0])
+                document["rows"] += rows
+                for row in rows:
+                    print(line_of(row), flush=True)
+                record.write(out, document)
+            else:
+                print(line, end="", flush=True)
+    finally:
+        timer.cancel()
+
+
+def take_rounds(path: Path) -> list[dict[str, Any]]:
+    """The rounds written so far, in order; the file begins anew for the next cell."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    path.unlink(missing_ok=True)
+    return [row for row in rows if "method" in row]
+
+
+def summarize(rounds: Sequence[dict[str, Any]], batch: int, context: int, stock: str) -> list[dict[str, Any]]:
+    """One row a method: medians in microseconds over its settled rounds of the full batch, overhead against stock.
+
+    The overhead is the median over turns of (this method's median - stock's in the same cycle) / stock's, so a drift
+    of the machine or a growing context does not count for or against anyone; its spread are the quartiles over cycles.
+    """
+    by_turn: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for one in rounds:
+        if one["batch"] == batch:
+            by_turn.setdefault((one["method"], one["turn"]), []).append(one)
+    methods = list(dict.fromkeys(name for name, _ in by_turn))
+    cycles: dict[str, dict[int, float]] = {name: {} for name in methods}
+    kept: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
+    for (name, turn), members in by_turn.items():
+        settled = [row for row in members[SETTLING:] if "round" in row]
+        if settled:
+            kept[name] += settled
+            cycles[name][turn // len(methods)] = statistics.median(row["round"] for row in settled)
+    found = []
+    for name in methods:
+        if not kept[name]:
+            continue
+        row: dict[str, Any] = {"method": name, "batch": batch, "context": context, "rounds": len(kept[name])}
+        for part in PARTS:
+            values = [_part(one, part) for one in kept[name]]
+            row[f"{part}_us"] = statistics.median(values)
+        low, high = _quartiles([one["round"] for one in kept[name]])
+        row |= {"round_low_us": low, "round_high_us": high}
+        shared = sorted(set(cycles[name]) & set(cycles.get(stock, {})))
+        ratios = [cycles[name][cycle] / cycles[stock][cycle] - 1 for cycle in shared]
+        if ratios:
+            low, high = _quartiles(ratios)
+            row |= {"overhead": statistics.median(ratios), "overhead_low": low, "overhead_high": high}
+            row["cycles"] = len(ratios)
+        found.append(row)
+    return found
+
+
+def _part(row: dict[str, Any], part: str) -> float:
+    if part == "glue":
+        return float(row["round"] - row["draft"] - row["verify"] - row["inject"])
+    return float(row[part])
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row as text."""
+    text = (
+        "{method:17} batch {batch:3} context {context:6}: round {round_us:9.1f} us ({round_low_us:.1f}-"
+        "{round_high_us:.1f}) = draft {draft_us:.1f} + verify {verify_us:.1f} + inject {inject_us:.1f} + glue "
+        "{glue_us:.1f}; {rounds} rounds"
+    ).format(**row)
+    if "overhead" in row:
+        text += "; overhead {:+.2%} ({:+.2%} to {:+.2%})".format(
+            row["overhead"], row["overhead_low"], row["overhead_high"]
+        )
+    return text
+
+
+def _end(process: Any) -> None:
+    """End the engine's whole process group; it has nothing to save."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _draw(document: dict[str, Any], path: Path) -> None:
+    """Stacked parts of each method's round, one panel a cell."""
+    from matplotlib.figure import Figure
+
+    rows = document["rows"]
+    cells = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
+    figure = Figure(figsize=(1.2 + 2.4 * len(cells), 4), layout="constrained")
+    for index, (batch, context) in enumerate(cells):
+        axes = figure.add_subplot(1, len(cells), index + 1)
+        chosen = [row for row in rows if (row["batch"], row["context"]) == (batch, context)]
+        names = [row["method"].replace("_", "\n") for row in chosen]
+        bottom = [0.0] * len(chosen)
+        for part in PARTS[:-1]:
+            values = [row[f"{part}_us"] / 1000 for row in chosen]
+            axes.bar(names, values, bottom=bottom, label=part)
+            bottom = [low + value for low, value in zip(bottom, values, strict=True)]
+        for place, row in enumerate(chosen[1:], 1):
+            if "overhead" in row:
+                axes.annotate(f"{row['overhead']:+.2%}", (place, bottom[place]), ha="center", fontsize=7)
+        axes.set(title=f"{batch} requests, context {context}", ylabel="milliseconds a round")
+        axes.tick_params(axis="x", labelsize=6)
+        if index == 0:
+            axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)

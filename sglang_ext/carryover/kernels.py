@@ -1,0 +1,40 @@
+"""Triton kernels of the carry: one launch where ``rows`` issues many small ones. CUDA only, with equal results."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_COLUMNS = 2048  # of one row, a program
+
+
+@triton.jit
+def _mark_kernel(  # type: ignore[no-untyped-def]
+    hidden, commit_lens, embedding, marked, write_lens, width, stride_row, D: tl.constexpr, BD: tl.constexpr
+):
+    """One row and some columns: copied, with the embedding added where the row is rejected."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BD + tl.arange(0, BD)
+    request, inside = row // width, column < D
+    commit = tl.load(commit_lens + request)
+    value = tl.load(hidden + row * stride_row + column, mask=inside)
+    if row % width >= commit:
+        # Rounded once, as torch adds; an embedding of another dtype is rounded before, as rows.write_all_rows does.
+        added = tl.load(embedding + column, mask=inside).to(value.dtype).to(tl.float32)
+        value = (value.to(tl.float32) + added).to(value.dtype)
+    tl.store(marked + row * D + column, value, mask=inside)
+    if (row % width == 0) & (tl.program_id(1) == 0):
+        tl.store(write_lens + request, tl.where(commit > 0, width, commit))
+
+
+def write_all_rows(hidden: Tensor, commit_lens: Tensor, verify_width: int, embedding: Tensor) -> tuple[Tensor, Tensor]:
+    """``rows.write_all_rows`` in one launch; ``hidden`` [>= bs * W, D] has contiguous rows."""
+    rows, size = commit_lens.shape[0] * verify_width, hidden.shape[1]
+    marked, write_lens = hidden.new_empty(rows, size), commit_lens.new_empty(commit_lens.shape)
+    block = min(triton.next_power_of_2(size), _COLUMNS)
+    if rows:
+        _mark_kernel[(rows, triton.cdiv(size, block))](
+            hidden, commit_lens, embedding, marked, write_lens, verify_width, hidden.stride(0), D=size, BD=block
+        )
+    return marked, write_lens
