@@ -115,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
         environment = {
             **os.environ,
             BENCH_PLAN: str(folder / "plan.json"),
+            # The pools of the workers built later must have their memory at once.
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "0",
             "SGLANG_SIMULATE_ACC_LEN": str(args.acceptance) if methods[0] != "AR" else "-1",
         }
         if args.device == "cpu":

@@ -59,7 +59,10 @@ class _ReadyDecoderLayer(DFlashDecoderLayer):
 
 
 class _StateReading:
-    """Adds the reader to a DSpark drafter. States are reduced once per forward and shared by a block's positions."""
+    """Adds the reader to a DSpark drafter. States are reduced once per forward and shared by a block's positions.
+
+    Where one layer reads, on CUDA, a kernel reduces and reads them there in one launch, and M^ is never stored.
+    """
 
     decoder_layer_cls = _ReadyDecoderLayer
 
@@ -78,6 +81,7 @@ class _StateReading:
         self.states: CommittedStates | None = None
         self.control: WrongStates | None = None
         self._kernels: Any = None
+        self._slots: Tensor | None = None
         self._reduced: Tensor | None = None
         self._reader_loaded: set[str] = set()
 
@@ -106,10 +110,9 @@ class _StateReading:
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, behind one reduction of each request's states; an idle batch has none."""
         if input_ids.numel() and forward_batch.batch_size:
-            slots = forward_batch.req_pool_indices
-            self._reduced = self._reduce(slots)
-            if self.control is not None:
-                self._reduced = self.control(self._reduced, slots)
+            slots = self._slots = forward_batch.req_pool_indices
+            reduced = None if self._at_once else self._reduce(slots)
+            self._reduced = reduced if self.control is None or reduced is None else self.control(reduced, slots)
         return super().forward(input_ids, positions, forward_batch, *args, **kwargs)  # type: ignore[misc]
 
     def attach_states(self, states: CommittedStates) -> None:
@@ -132,12 +135,25 @@ class _StateReading:
         )
         return reduced
 
+    @property
+    def _at_once(self) -> bool:
+        """Whether the states are reduced where they are read, in one launch: with kernels and one reading layer."""
+        return self._kernels is not None and self.control is None and len(self.state_reader.layers) == 1
+
     def _read(self, hidden: Tensor, index: int) -> Tensor:
         """What a reading layer adds to its ``hidden`` [bs * Q, H], summed over the ranks' value heads."""
-        assert self._reduced is not None
-        blocks = hidden.view(self._reduced.shape[0], -1, hidden.shape[-1])
-        kernel = self._kernels.read_reduced if self._kernels is not None else None
-        delta = self.state_reader.read(blocks, self._reduced, index, kernel).view_as(hidden)
+        assert self._slots is not None
+        reader, blocks = self.state_reader, hidden.view(self._slots.shape[0], -1, hidden.shape[-1])
+        if self._reduced is None:
+            layer: Any = reader.reads[index]
+            reads = self._kernels.read_states(
+                self.states, self._layers, self._slots, reader.value_down, reader.key_down, layer.queries(blocks)
+            )
+            delta = layer.output(reads, hidden.dtype)
+        else:
+            kernel = self._kernels.read_reduced if self._kernels is not None else None
+            delta = reader.read(blocks, self._reduced, index, kernel)
+        delta = delta.view_as(hidden)
         return tensor_model_parallel_all_reduce(delta) if self.shards > 1 else delta
 
 
