@@ -18,7 +18,7 @@ from sglang_ext.errors import UsageError
 from sglang_ext.evaluation.servers import stop
 
 RULES = Path(__file__).resolve().parent / "rules"
-JOB = "sglang-ext"  # the scrape job that the alert PluginMissing looks for
+JOB = "sglang-ext"  # the scrape job that the alerts ServerDown and PluginMissing look for
 START_SECONDS = 30.0
 
 # Asked for OpenMetrics without escaping=allow-utf-8, as Prometheus before 3.0 asks, prometheus_client (seen in 0.26)
