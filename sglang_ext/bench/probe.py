@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,12 @@ def _memory(scheduler: Any, workers: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def whose_turn(names: Sequence[str], turn: int) -> str:
+    """The method of a turn: there and back again, so that what grows with time costs every method the same."""
+    cycle, place = divmod(turn, len(names))
+    return names[place if cycle % 2 == 0 else -1 - place]
+
+
 class Turns:
     """A worker that is several: decode rounds go to each in turn, everything else to the first."""
 
@@ -138,7 +145,7 @@ class Turns:
             self._decoded = 0
             return self._forward[self._names[0]](batch, *args, **kwargs)
         turn, self._decoded = divmod(self._decoded, self._turn)[0], self._decoded + 1
-        name = self._names[turn % len(self._names)]
+        name = whose_turn(self._names, turn)
         marks = self._open = [self._mark() for _ in range(4)]
         marks[0].record()
         try:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cells", nargs="+", default=["1x1024", "32x1024"], metavar="BxC", help="batch x context, measured in order"
     )
-    parser.add_argument("--turns", type=int, default=6, help="turns that each method gets in a cell")
+    parser.add_argument("--turns", type=int, default=6, help="turns that each method gets in a cell, even")
     parser.add_argument("--turn", type=int, default=16, help="rounds of a turn")
     parser.add_argument("--acceptance", type=float, default=4.0, help="forced tokens a round")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it, no measurement")
@@ -235,21 +235,27 @@ def take_rounds(path: Path) -> list[dict[str, Any]]:
 def summarize(rounds: Sequence[dict[str, Any]], batch: int, context: int, stock: str) -> list[dict[str, Any]]:
     """One row a method: medians in microseconds over its settled rounds of the full batch, overhead against stock.
 
-    The overhead is the median over turns of (this method's median - stock's in the same cycle) / stock's, so a drift
-    of the machine or a growing context does not count for or against anyone; its spread are the quartiles over cycles.
+    Turns go there and back again (:func:`bench.probe.whose_turn`); a cycle is both. The overhead is the median over
+    cycles of (this method's time - stock's) / stock's, where a time is the mean of its two turns' medians: a context
+    that grows through the cycle cancels out. Its spread are the quartiles over cycles.
     """
     by_turn: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for one in rounds:
         if one["batch"] == batch:
             by_turn.setdefault((one["method"], one["turn"]), []).append(one)
     methods = list(dict.fromkeys(name for name, _ in by_turn))
-    cycles: dict[str, dict[int, float]] = {name: {} for name in methods}
+    halves: dict[str, dict[int, list[float]]] = {name: {} for name in methods}
     kept: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
     for (name, turn), members in by_turn.items():
         settled = [row for row in members[SETTLING:] if "round" in row]
         if settled:
             kept[name] += settled
-            cycles[name][turn // len(methods)] = statistics.median(row["round"] for row in settled)
+            median = statistics.median(row["round"] for row in settled)
+            halves[name].setdefault(turn // (2 * len(methods)), []).append(median)
+    cycles = {
+        name: {cycle: statistics.mean(pair) for cycle, pair in turns.items() if len(pair) == 2}
+        for name, turns in halves.items()
+    }
     found = []
     for name in methods:
         if not kept[name]:

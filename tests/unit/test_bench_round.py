@@ -1,0 +1,41 @@
+"""The arithmetic of ``sglang-ext bench round``: what grows with the context is nobody's overhead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_ext.bench.probe import whose_turn
+from sglang_ext.bench.round import summarize
+
+METHODS = ["DSPARK", "CARRYOVER_DSPARK", "READY"]
+
+
+def rounds(cost: dict[str, float], growth: float, turns: int = 12, turn: int = 8) -> list[dict[str, Any]]:
+    """Rounds as the probe writes them: each ``growth`` us longer than the last, plus the method's own cost."""
+    found = []
+    for number in range(turns * turn):
+        name = whose_turn(METHODS, number // turn)
+        parts = {"draft": 100.0 + cost[name], "verify": 800.0 + growth * number, "inject": 50.0}
+        found.append({"method": name, "batch": 1, "turn": number // turn, **parts, "round": sum(parts.values()) + 50})
+    return found
+
+
+def test_turns_go_there_and_back_again():
+    assert [whose_turn(METHODS, turn) for turn in range(7)] == [*METHODS, *reversed(METHODS), METHODS[0]]
+
+
+@pytest.mark.parametrize("growth", [0.0, 0.5])
+def test_a_growing_context_is_nobodys_overhead(growth):
+    rows = summarize(rounds({"DSPARK": 0.0, "CARRYOVER_DSPARK": 0.0, "READY": 10.0}, growth), 1, 1024, "DSPARK")
+    stock, carryover, ready = rows
+    assert [row["method"] for row in rows] == METHODS
+    assert stock["cycles"] == 2
+    assert carryover["overhead"] == pytest.approx(0.0, abs=1e-9)
+    assert ready["overhead"] == pytest.approx(10.0 / stock["round_us"], rel=0.01)
+
+
+def test_a_cycle_without_its_way_back_does_not_count():
+    rows = summarize(rounds(dict.fromkeys(METHODS, 0.0), 0.5, turns=9), 1, 1024, "DSPARK")
+    assert {row["cycles"] for row in rows} == {1}
