@@ -145,9 +145,9 @@ class Tuning:
     ``tf32x3`` is three products on tensor cores that keep float32's precision; ``ieee`` is plain float32.
     """
 
-    rows: int = 32  # of a state, a tile
-    stages: int = 2  # tiles under way
-    warps: int = 8
+    rows: int = 64  # of a state, a tile
+    stages: int = 1  # tiles under way
+    warps: int = 4
     precision: Literal["tf32x3", "ieee"] = "tf32x3"
     early: bool = False  # programmatic dependent launch: load the states while the kernel in front still runs
 
