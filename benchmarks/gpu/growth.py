@@ -44,6 +44,6 @@ def without_growth(document: dict[str, Any]) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     for row in without_growth(json.loads(Path(sys.argv[1]).read_text())):
         print(
-            "{method:17} batch {batch:3} context {context:6}: recorded {overhead:+.2%}, a turn adds {growth_us:.0f} us, "
-            "at equal context {overhead_at_equal_context:+.2%}".format(**row)
+            "{method:17} batch {batch:3} context {context:6}: recorded {overhead:+.2%}, a turn adds "
+            "{growth_us:.0f} us, at equal context {overhead_at_equal_context:+.2%}".format(**row)
         )
