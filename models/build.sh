@@ -2,7 +2,8 @@
 # Make the reference models of this folder anew, from published text to drafters.
 #
 #   models/build.sh [STAGE ...]      stages, in this order: text targets answers drafters (all without an argument)
-#                                    and carryover, which teaches the drafters to read rejected rows
+#                                    carryover teaches the drafters to read rejected rows; hybrid makes a drafter for
+#                                    the hybrid target, ready teaches it to read recurrent states
 #
 # Wants one GPU: on an H200 the targets took 6 minutes, the answers 40 seconds, the drafters 5 and carryover 8 minutes.
 # The hybrid target needs flash-linear-attention (Triton 3.8 or newer on Hopper) to train in that time.
@@ -23,6 +24,10 @@ DFLASH_STEPS=${DFLASH_STEPS:-9007}
 DSPARK_STEPS=${DSPARK_STEPS:-6953}
 CARRYOVER_DFLASH_STEPS=${CARRYOVER_DFLASH_STEPS:-4149}
 CARRYOVER_DSPARK_STEPS=${CARRYOVER_DSPARK_STEPS:-3200}
+HYBRID_DSPARK_STEPS=${HYBRID_DSPARK_STEPS:-1404}
+READER_STEPS=${READER_STEPS:-292}
+READY_STEPS=${READY_STEPS:-366}
+HYBRID_ANSWERS=${HYBRID_ANSWERS:-5000}
 ANSWERS=${ANSWERS:-80000}
 ANSWER_BATCH=${ANSWER_BATCH:-4096}
 
@@ -84,6 +89,32 @@ carryover() { # the Carryover drafters, and as their controls the same steps wit
     carry dflash "$mode" "$CARRYOVER_DFLASH_STEPS" 6e-4 & jobs+=($!)
     carry dspark "$mode" "$CARRYOVER_DSPARK_STEPS" 5e-4 & jobs+=($!)
   done
+  for job in "${jobs[@]}"; do wait "$job"; done
+}
+
+hybrid() { # answers and a DSpark drafter of the hybrid target
+  [ -f "$BUILD/answers-hybrid/heldout/index.json" ] ||
+    train regenerate --target "$BUILD/models/hybrid-target" --tokens "$BUILD/tokens" --out "$BUILD/answers-hybrid" \
+      --limit "$HYBRID_ANSWERS" --held-out-limit 256 --batch-size 2048 --max-new-tokens 120
+  resumable "$BUILD/models/dspark-hybrid" drafter --kind dspark --target "$BUILD/models/hybrid-target" \
+    --data "$BUILD/answers-hybrid" --steps "$HYBRID_DSPARK_STEPS" --lr 2e-3 --anchors 128 --workers "$WORKERS" $COMPILE
+}
+
+adapt() { # NAME FROM STEPS LEARNING_RATE OPTION ...: one stage of ReaDy or of its control
+  local name=$1 from=$2 steps=$3 rate=$4 && shift 4
+  resumable "$BUILD/models/$name" ready --drafter "$BUILD/models/$from" --target "$BUILD/models/hybrid-target" \
+    --data "$BUILD/answers-hybrid" --anchors 64 --steps "$steps" --lr "$rate" --workers 1 "$@"
+}
+
+ready() { # the reader, then reader and LoRA, without and with carried rows; and the same LoRA steps without a reader
+  local lora=(--tune lora --lora-rank 32 --lora-alpha 64) job jobs=()
+  adapt reader-hybrid dspark-hybrid "$READER_STEPS" 2e-3 --tune reader --rank 32 --dtype float32 & local reader=$!
+  adapt lora-hybrid dspark-hybrid "$READER_STEPS" 1e-3 "${lora[@]}" --reader off --dtype float32 & local control=$!
+  wait "$reader" && wait "$control"
+  adapt ready-dspark-hybrid reader-hybrid "$READY_STEPS" 1e-3 "${lora[@]}" & jobs+=($!)
+  adapt ready-carryover-dspark-hybrid reader-hybrid "$READY_STEPS" 1e-3 "${lora[@]}" --carry on & jobs+=($!)
+  adapt control-dspark-hybrid lora-hybrid "$READY_STEPS" 1e-3 "${lora[@]}" --reader off & jobs+=($!)
+  adapt carryover-dspark-hybrid lora-hybrid "$READY_STEPS" 1e-3 "${lora[@]}" --reader off --carry on & jobs+=($!)
   for job in "${jobs[@]}"; do wait "$job"; done
 }
 

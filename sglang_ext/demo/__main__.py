@@ -1,9 +1,11 @@
-"""Plain decoding, stock DSPARK and CARRYOVER_DSPARK on the reference models, through the real server over HTTP."""
+"""The reference models through the real server over HTTP: plain decoding, the stock drafter, and each mechanism on it.
+
+On the dense target Carryover, on the hybrid one ReaDy and both together.
+"""
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import signal
 import sys
 import time
@@ -14,10 +16,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from sglang_ext.checkpoints import DraftContract, check, read_contract, read_target
-from sglang_ext.commands.convert import convert
 from sglang_ext.demo import report
 from sglang_ext.demo.measure import figures
+from sglang_ext.demo.suites import MECHANISMS, Suite, suite
 from sglang_ext.errors import UsageError
 from sglang_ext.evaluation import record
 from sglang_ext.evaluation.client import Answer, ask
@@ -33,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 when every output is plain decoding's, 1 when one is not, 2 when something is missing."""
     parser = argparse.ArgumentParser(prog="python -m sglang_ext.demo", description=__doc__, allow_abbrev=False)
     parser.add_argument("--models", type=Path, default=Path("models"), help="directory of the reference models")
-    parser.add_argument("--target", default="dense-target", help="the target in it")
-    parser.add_argument("--draft", default="dspark-dense", help="the stock drafter in it")
+    parser.add_argument("--only", choices=tuple(MECHANISMS), help="one of the two targets")
+    parser.add_argument("--target", help="a target in it, instead of dense-target or hybrid-target; with --only")
+    parser.add_argument("--draft", help="a stock drafter in it, instead of dspark-dense or dspark-hybrid; with --only")
     parser.add_argument("--prompts", type=Path, help="held-out prompts (default: prompts.jsonl beside the models)")
     parser.add_argument("--out", type=Path, default=Path("build/demo.json"), help="where the figures go")
     parser.add_argument("--port", type=int, default=30000, help="where the servers listen on 127.0.0.1")
@@ -54,53 +56,51 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Serve each method in turn, print the table, write the figures."""
+    """Serve each method in turn, print the tables, write the figures."""
     begun = time.monotonic()
-    target, draft = args.models / args.target, args.models / args.draft
-    for path in (target, draft):
-        if not (path / "config.json").exists():
-            raise UsageError(f"The reference model {path} is missing; run in the repository's root or give --models.")
-    base = read_contract(draft)
-    check(base, read_target(target))
+    if (args.target or args.draft) and not args.only:
+        raise UsageError("--target and --draft stand for one target's models; add --only with its kind.")
+    work = args.out.parent / "demo"
+    suites = {
+        kind: suite(
+            args.models, args.target or f"{kind}-target", args.draft or f"dspark-{kind}", MECHANISMS[kind], work / kind
+        )
+        for kind in ([args.only] if args.only else MECHANISMS)
+    }
     prompts = read_prompts(args.prompts or args.models / "prompts.jsonl", args.per_category)
     check_port("127.0.0.1", args.port)
-    work = args.out.parent / "demo"
-    carried = carryover_drafter(base, args.models / f"carryover-{args.draft}", work)
-    check(carried, read_target(target))
-    methods = {
-        "plain decoding": [str(target)],
-        base.algorithm: [str(target), "--draft", str(draft), "--method", "none"],
-        carried.algorithm: [str(target), "--draft", str(carried.path), "--method", "carryover"],
-    }
+    results: list[dict[str, Any]] = []
+    for kind, served in suites.items():
+        rows = serve(args, console, served, prompts, work / kind)
+        results.append({"target": str(served.target), "methods": rows, "untrained": list(served.untrained)})
+        console.print(report.table(served.target.name, rows, served.untrained))
+    settings = {name: getattr(args, name) for name in ("per_category", "max_tokens", "concurrency")}
+    settings["seconds"] = round(time.monotonic() - begun, 1)
+    record.write(args.out, report.document(results, settings))
+    explain(console, suites, args.out)
+    keep(console, args, list(suites.values())[-1])
+    return 0 if all(row["identical"] for result in results for row in result["methods"]) else 1
+
+
+def serve(
+    args: argparse.Namespace, console: Console, served: Suite, prompts: list[Prompt], work: Path
+) -> list[dict[str, Any]]:
+    """The rows of one target."""
     console.print(
-        f"{target}, served {len(methods)} times: {len(prompts)} prompts, answers of up to {args.max_tokens} tokens."
+        f"{served.target}, served {len(served.words)} times: {len(prompts)} prompts, answers of up to "
+        f"{args.max_tokens} tokens."
     )
     rows: list[dict[str, Any]] = []
     reference: list[Answer] | None = None
     with progress(console) as bar:
-        for method, words in methods.items():
+        for method, words in served.words.items():
             task = bar.add_task(f"{method}: starting the server", total=len(prompts))
             with serving([*words, *SERVER_FLAGS], port=args.port, log=work / f"{method.replace(' ', '-')}.log"):
                 answers = measure(args, prompts, method, bar, task)
             reference = reference or answers
             rows.append(figures(method, answers, reference))
             bar.update(task, description=method)
-    untrained = carried.algorithm if carried.embedding_is_zero() else None
-    settings = {name: getattr(args, name) for name in ("per_category", "max_tokens", "concurrency")}
-    settings["seconds"] = round(time.monotonic() - begun, 1)
-    record.write(args.out, report.document(rows, untrained, settings))
-    show(console, rows, untrained, args.out)
-    keep(console, args, target, carried)
-    return 0 if all(row["identical"] for row in rows) else 1
-
-
-def carryover_drafter(base: DraftContract, trained: Path, work: Path) -> DraftContract:
-    """The reference drafter's Carryover form: the trained one, else one that ``convert`` makes in ``work``."""
-    if (trained / "config.json").exists():
-        return read_contract(trained)
-    made = work / trained.name
-    shutil.rmtree(made, ignore_errors=True)
-    return convert(base, made)
+    return rows
 
 
 def measure(args: argparse.Namespace, prompts: list[Prompt], method: str, bar: Progress, task: Any) -> list[Answer]:
@@ -112,29 +112,31 @@ def measure(args: argparse.Namespace, prompts: list[Prompt], method: str, bar: P
     return ask(args.port, prompts, max_tokens=args.max_tokens, concurrency=args.concurrency, done=done)
 
 
-def show(console: Console, rows: list[dict[str, Any]], untrained: str | None, out: Path) -> None:
-    """The table, and what its reader must know."""
-    console.print(report.table(rows, untrained))
+def explain(console: Console, suites: dict[str, Suite], out: Path) -> None:
+    """What a reader of the tables must know."""
+    untrained = [method for served in suites.values() for method in served.untrained]
     if untrained:
-        console.print(f"The embedding of {untrained} is zero, still untrained: its column is no result for Carryover.")
-    else:
-        console.print("The Carryover drafter was trained for longer; what that alone gives: docs/results.md.")
+        console.print(f"Still untrained, so no result for its mechanism: {', '.join(untrained)}.")
+    console.print(
+        "The other drafters were trained for longer than the stock one; what that alone gives: docs/results.md."
+    )
     console.print("Plain decoding emits one token per step. Times on a CPU are no speed claim for any method.")
     console.print(f"Figures: {out}", soft_wrap=True)
 
 
-def keep(console: Console, args: argparse.Namespace, target: Path, carried: DraftContract) -> None:
-    """Say how to have the Carryover server, and with ``--keep`` serve it until Ctrl-C."""
-    words = [str(target), "--draft", str(carried.path), *SERVER_FLAGS]
+def keep(console: Console, args: argparse.Namespace, served: Suite) -> None:
+    """Say how to have the last server again, and with ``--keep`` serve it until Ctrl-C."""
+    method = served.last.algorithm
+    words = [str(served.target), "--draft", str(served.last.path), *SERVER_FLAGS]
     at = f"http://127.0.0.1:{args.port}"
     places = f"  chat     {at}/v1/chat/completions\n  metrics  {at}/metrics"
     if not args.keep:
         command = f"  sglang-ext serve {' '.join(words)} --port {args.port}"
-        console.print(f"Nothing keeps running. The Carryover server again:\n{command}\n{places}", soft_wrap=True)
+        console.print(f"Nothing keeps running. The {method} server again:\n{command}\n{places}", soft_wrap=True)
         return
-    console.print("Starting the Carryover server again, to stay.")
+    console.print(f"Starting the {method} server again, to stay.")
     with serving(words, port=args.port, log=args.out.parent / "demo" / "kept.log"):
-        console.print(f"The Carryover server stays up until Ctrl-C.\n{places}", soft_wrap=True)
+        console.print(f"The {method} server stays up until Ctrl-C.\n{places}", soft_wrap=True)
         signal.pause()
 
 

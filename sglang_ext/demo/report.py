@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from rich.table import Table
@@ -9,17 +10,18 @@ from rich.table import Table
 from sglang_ext.evaluation.record import environment
 
 
-def table(rows: list[dict[str, Any]], untrained: str | None) -> Table:
+def table(target: str, rows: list[dict[str, Any]], untrained: Collection[str]) -> Table:
     """A column per method, so that it fits 80 characters.
 
     Args:
+        target: its name.
         rows: what ``measure.figures`` made of each method.
-        untrained: the method whose Carryover embedding is still zero, or None.
+        untrained: the methods whose embedding or reader is still zero.
     """
-    grid = Table(title="Acceptance length: tokens per step of the target", title_justify="left")
+    grid = Table(title=f"Acceptance length on {target}: tokens per step of the target", title_justify="left")
     grid.add_column("held-out prompts")
     for row in rows:
-        note = "\n(embedding untrained)" if row["method"] == untrained else ""
+        note = "\n(untrained)" if row["method"] in untrained else ""
         grid.add_column(row["method"] + note, justify="right")
     for category in rows[0]["by_category"]:
         grid.add_row(category, *(f"{row['by_category'][category]:.2f}" for row in rows))
@@ -31,6 +33,6 @@ def table(rows: list[dict[str, Any]], untrained: str | None) -> Table:
     return grid
 
 
-def document(rows: list[dict[str, Any]], untrained: str | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """The same figures, with the settings and the environment they were measured in."""
-    return {"methods": rows, "untrained": untrained, "settings": settings, "environment": environment()}
+def document(targets: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
+    """The figures of each target's methods, with the settings and the environment they were measured in."""
+    return {"targets": targets, "settings": settings, "environment": environment()}

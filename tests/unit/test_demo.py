@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -13,11 +14,20 @@ from rich.console import Console
 from sglang_ext.demo import report
 from sglang_ext.demo.__main__ import main
 from sglang_ext.demo.measure import figures
+from sglang_ext.demo.suites import MECHANISMS, suite
 from sglang_ext.errors import UsageError
 from sglang_ext.evaluation import record
 from sglang_ext.evaluation.client import Answer
 from sglang_ext.evaluation.prompts import Prompt, read_prompts
 
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention"] * 3 + ["full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 PROMPTS = [Prompt("code-1", "code", "a"), Prompt("qa-1", "qa", "b"), Prompt("code-2", "code", "c")]
 PLAIN = [Answer(prompt, "", (1, 2, 3, 4, 5), ()) for prompt in PROMPTS]
 
@@ -59,17 +69,17 @@ def test_the_table_names_what_is_untrained_and_what_differs() -> None:
     wrong = [Answer(p, "", (9,), (1, 2)) for p in PROMPTS]
     rows.append(figures("CARRYOVER_DSPARK", wrong, PLAIN))
     console = Console(width=80, record=True)
-    console.print(report.table(rows, untrained="CARRYOVER_DSPARK"))
+    console.print(report.table("dense-target", rows, untrained=("CARRYOVER_DSPARK",)))
     text = console.export_text()
-    for part in ("(embedding untrained)", "overall", "1.67", "verify steps", "no: code-1, qa-1, code-2", "yes"):
+    for part in ("dense-target", "(untrained)", "overall", "1.67", "verify steps", "no: code-1, qa-1, code-2", "yes"):
         assert part in text, text
 
 
 def test_figures_are_written_whole(tmp_path: Path) -> None:
-    document = report.document([figures("plain decoding", PLAIN, PLAIN)], None, {"max_tokens": 5})
+    document = report.document([{"methods": [figures("plain decoding", PLAIN, PLAIN)]}], {"max_tokens": 5})
     record.write(tmp_path / "build" / "demo.json", document)
     read = json.loads((tmp_path / "build" / "demo.json").read_text())
-    assert read["methods"][0]["verify_steps"] == 12 and read["environment"]["sglang"]
+    assert read["targets"][0]["methods"][0]["verify_steps"] == 12 and read["environment"]["sglang"]
     assert [path.name for path in (tmp_path / "build").iterdir()] == ["demo.json"]
 
 
@@ -85,11 +95,27 @@ def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path, capsys: pytest.
     make_target(tmp_path / "dense-target")
     assert "dspark-dense is missing" in refused()
     make_drafter(tmp_path / "dspark-dense", "dspark")
-    assert "There are no prompts" in refused()
+    assert "hybrid-target is missing" in refused()
+    assert "There are no prompts" in refused("--only", "dense")
     write_prompts(tmp_path / "prompts.jsonl")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        assert "is in use" in refused("--port", listener.getsockname()[1])
+        assert "is in use" in refused("--only", "dense", "--port", listener.getsockname()[1])
     make_target(tmp_path / "other", hidden_size=16)
-    assert "hidden size" in refused("--target", "other")
+    assert "add --only" in refused("--target", "other")
+    assert "hidden size" in refused("--only", "dense", "--target", "other")
+
+
+def test_each_target_shows_its_mechanisms(tmp_path: Path) -> None:
+    make_target(tmp_path / "hybrid-target", **HYBRID)
+    make_drafter(tmp_path / "dspark-hybrid", "dspark")
+    served = suite(tmp_path, "hybrid-target", "dspark-hybrid", MECHANISMS["hybrid"], tmp_path / "work")
+    assert list(served.words) == ["plain decoding", "DSPARK", "READY", "READY_CARRYOVER"]
+    assert served.words["DSPARK"][-2:] == ["--method", "none"]
+    assert served.untrained == ("READY", "READY_CARRYOVER") and served.last.algorithm == "READY_CARRYOVER"
+    made = served.words["READY"][-1]
+    assert Path(made).parent == tmp_path / "work"
+    shutil.copytree(made, tmp_path / "ready-dspark-hybrid")
+    served = suite(tmp_path, "hybrid-target", "dspark-hybrid", MECHANISMS["hybrid"], tmp_path / "work")
+    assert served.words["READY"][-1] == str(tmp_path / "ready-dspark-hybrid")
