@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import statistics
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPException
 from types import TracebackType
 from typing import Any
@@ -39,7 +41,13 @@ KEPT = (
     "max_total_num_tokens",
     "sleep_on_idle",
 )
-GAUGES = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "sglang:spec_accept_length")
+# How a gauge of several data-parallel ranks is made one figure.
+GAUGES: dict[str, Callable[[Sequence[float]], float]] = {
+    "sglang:num_running_reqs": sum,
+    "sglang:num_queue_reqs": sum,
+    "sglang:token_usage": max,
+    "sglang:spec_accept_length": statistics.fmean,
+}
 # Counters that must rise by what the requests themselves say: SGLang's own, and those of sglang-ext's metrics.
 TOKENS = ("sglang:generation_tokens_total",)
 STEPS = ("sglang:spec_verify_calls_total", "sglang_ext_verify_steps_total")
@@ -123,15 +131,34 @@ class Endpoint:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics by name, summed over labels; empty where there are none."""
+        """Every sample of /metrics by name, summed over labels as is right for counters; empty without any."""
         found: dict[str, float] = {}
-        try:
-            for family in text_string_to_metric_families(self.get("/metrics")):
-                for sample in family.samples:
-                    found[sample.name] = found.get(sample.name, 0.0) + sample.value
-        except (RequestError, ValueError):
-            return {}
+        for name, _, value in self._samples():
+            found[name] = found.get(name, 0.0) + value
         return found
+
+    def gauges(self) -> dict[str, float]:
+        """Each of ``GAUGES`` that the server has, over its data-parallel ranks.
+
+        Series of one such rank are copies by the ranks of a tensor- or pipeline-parallel group, of which the largest
+        counts; series by priority repeat what the one without says.
+        """
+        ranks: dict[str, dict[str, float]] = {}
+        for name, labels, value in self._samples():
+            if name in GAUGES and not labels.get("priority"):
+                mine = ranks.setdefault(name, {})
+                rank = labels.get("dp_rank", "")
+                mine[rank] = max(value, mine.get(rank, value))
+        return {name: float(GAUGES[name](list(values.values()))) for name, values in ranks.items()}
+
+    def _samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        try:
+            families = list(text_string_to_metric_families(self.get("/metrics")))
+        except (RequestError, ValueError):
+            return
+        for family in families:
+            for sample in family.samples:
+                yield sample.name, sample.labels, sample.value
 
     def _json(self, path: str) -> dict[str, Any]:
         try:
@@ -170,10 +197,8 @@ class Gauges:
 
     def _sample(self) -> None:
         while not self._stop.wait(1.0):
-            found = self._endpoint.metrics()
-            for name in GAUGES:
-                if name in found:
-                    self._samples[name].append(found[name])
+            for name, value in self._endpoint.gauges().items():
+                self._samples[name].append(value)
 
 
 def cross_check(

@@ -16,8 +16,10 @@ import numpy as np
 import psutil
 import pytest
 from mock_sse import FAULTS
+from sglang_ext_loadtest import results
 from sglang_ext_loadtest.cli import main
-from sglang_ext_loadtest.runner import Runner, Slot, search
+from sglang_ext_loadtest.runner import Runner, Slot, schedule, search
+from sglang_ext_loadtest.server import Endpoint
 from sglang_ext_loadtest.settings import Load, Method, Requests, Slo, Sweep, Workload
 
 ROOT = Path(__file__).parents[2]
@@ -235,13 +237,70 @@ def test_answers_to_a_json_schema_must_be_json(mock: Any, prompts: Any, tmp_path
 
 def test_search_finds_the_highest_concurrency_within_the_slo(start_mock: Any, prompts: Any, tmp_path: Path) -> None:
     mock = start_mock(capacity=3)  # the fourth user waits for a whole answer
-    path = prompts(a_1={"ttft": 0.15, "gap": 0.15, "tokens": [1, 2, 3]})
-    sweep = one(mock.url, path, Load(requests=8), slo=Slo(ttft_ms=400.0, attainment=0.9))
+    # An answer takes 1.2 s, so a busy machine has 0.8 s to be late in before a user who need not wait misses the limit.
+    path = prompts(a_1={"ttft": 0.4, "gap": 0.4, "tokens": [1, 2, 3]})
+    sweep = one(mock.url, path, Load(requests=6), slo=Slo(ttft_ms=1000.0, attainment=0.9))
     with Runner(sweep, tmp_path / "out", lambda line: None) as runner:
         cells: list[dict[str, Any]] = []
         found = search(runner, 16, cells)["mock"]
     assert found == {"highest": 3, "failed": 4}
     assert [cell["level"] for cell in cells] == [1, 2, 4, 3]
+
+
+def test_gauges_are_taken_over_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies by tensor-parallel rank and by priority count once; requests of ranks add up, shares do not."""
+    running = {("0", "0", ""): 4, ("0", "1", ""): 4, ("1", "0", ""): 2, ("1", "1", ""): 2, ("0", "0", "5"): 4}
+    lines = ["# TYPE sglang:num_running_reqs gauge"]
+    for (dp, tp, priority), value in running.items():
+        lines.append(f'sglang:num_running_reqs{{dp_rank="{dp}",tp_rank="{tp}",priority="{priority}"}} {value}')
+    for name, values in {"token_usage": (0.5, 0.25), "spec_accept_length": (2.0, 3.0)}.items():
+        lines.append(f"# TYPE sglang:{name} gauge")
+        lines += [f'sglang:{name}{{dp_rank="{rank}"}} {value}' for rank, value in enumerate(values)]
+    endpoint = Endpoint("http://127.0.0.1:9")
+    monkeypatch.setattr(endpoint, "get", lambda path: "\n".join([*lines, ""]))
+    assert endpoint.gauges() == {
+        "sglang:num_running_reqs": 6.0,
+        "sglang:token_usage": 0.5,
+        "sglang:spec_accept_length": 2.5,
+    }
+
+
+def test_load_options_make_workers_rehearsals_and_lengths(mock: Any, prompts: Any, tmp_path: Path) -> None:
+    load = Load(
+        concurrency=(1, 4), repeats=1, requests=2, requests_per_user=2, workers=2, users_per_worker=2, rehearse=True
+    )
+    sweep = one(mock.url, prompts(a_1=QUICK, b_1=QUICK), load)
+    with Runner(sweep, tmp_path, lambda line: None) as runner:
+        cells = {cell["level"]: cell for cell in runner.run(schedule(sweep))}
+    assert {level: cell["requests"]["ok"] for level, cell in cells.items()} == {1.0: 2, 4.0: 8}
+    workers = {
+        place.name: json.loads((place / "plan.json").read_text())["load"]["workers"]
+        for place in (tmp_path / "cells").iterdir()
+    }
+    assert workers == {"mock-1-1": 1, "mock-4-1": 2, "mock-rehearsal": 2}
+    assert sorted(len(cell["rows"]) for cell in cells.values()) == [2, 8]  # the rehearsal is in neither
+
+
+def test_a_killed_sweep_is_reported_from_its_journal(
+    mock: Any, prompts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the kill cut the last line short."""
+    sweep = one(mock.url, prompts(a_1=QUICK), Load(concurrency=(1, 2), repeats=1))
+    journal = results.Journal(tmp_path, sweep)
+    with Runner(sweep, tmp_path, lambda line: None) as runner:
+        for cell in runner.run(schedule(sweep)[:1]):
+            journal.add(cell, runner.about)
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"cell": {"method": "mo')
+    assert main(["report", str(tmp_path)]) == 0
+    assert "1 cells from the journal of a sweep that did not end" in capsys.readouterr().out
+    assert "1 of 2 cells were measured" in (tmp_path / "index.html").read_text()
+    document, recovered = results.read(tmp_path)
+    assert recovered == sweep and len(document["cells"]) == 1
+    assert document["methods"]["mock"]["accelerator"] == "Mock H200"
+    assert not (tmp_path / "journal.jsonl").exists()
+    (tmp_path / "results.json").unlink()
+    assert main(["report", str(tmp_path)]) == 2
 
 
 SWEEP = """

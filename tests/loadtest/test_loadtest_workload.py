@@ -130,6 +130,11 @@ def test_methods_take_turns() -> None:
         assert first[1:] == second[1:] and first[0] != second[0]
     started = order(Method("a", serve=("t",)), Method("b", serve=("t",)))
     assert [name for name, _, _ in started] == ["a", "a", "b", "b", "b", "b", "a", "a"]
+    beside = Sweep(
+        (Method("a", serve=("t",)), Method("b", serve=("t",))),
+        load=Load(concurrency=(1, 2), repeats=2, seed=3, side_by_side=True),
+    )
+    assert [(slot.method.name, slot.level, slot.repeat) for slot in schedule(beside)] == up
 
 
 GOOD: dict[str, Any] = {"methods": [{"name": "a", "url": "http://h:1"}]}
@@ -165,6 +170,10 @@ GOOD: dict[str, Any] = {"methods": [{"name": "a", "url": "http://h:1"}]}
         ({"requests": {"max_tokens": 0}}, "requests: max_tokens is 0"),
         ({"workload": {"input_words": [1]}}, "must have 2 entries"),
         ({"requests": {"api": "chats"}}, "use chat or completions"),
+        ({"load": {"side_by_side": 1}}, "side_by_side must be bool"),
+        ({"load": {"users_per_worker": 0}}, "workers and users_per_worker must be 1 or more"),
+        ({"load": {"requests_per_user": 0}}, "load: requests_per_user is 0"),
+        ({"load": {"start_seconds": 0.0}}, "load: start_seconds is 0"),
     ],
 )
 def test_a_sweep_that_is_wrong_is_refused_by_name(change: dict[str, Any], sentence: str) -> None:
