@@ -22,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "odd-sizes": SMALL,
     "shared-query": {**SMALL, "query": "source"},
     "square": SQUARE,
+    "two-tiles": {**SQUARE, "value_dim": 128, "key_dim": 128},
     "full-rank": {**SQUARE, "rank_k": 32, "rank_v": 32},
     "bf16-states": {**SQUARE, "state_dtype": torch.bfloat16},
     "bf16-queries": {**SQUARE, "query_dtype": torch.bfloat16},

@@ -48,8 +48,8 @@ def test_kernels_compile_for_hopper_and_blackwell(capability: int) -> None:
     reduce_types = dict.fromkeys(("temporal", "value_down", "key_down", "out"), "*fp32")
     reduce_types |= {"state_slots": "*i32", "request_slots": "*i64", "layers": "*i64", "eps": "fp32"}
     reduce_types |= {f"stride_{axis}": "i64" for axis in ("layer", "slot", "head", "value", "key")}
-    reduce_shape = {"HEADS": 48, "V": 128, "K": 128, "RV": 8, "RK": 8, "BV": 32, "BK": 128, "BRV": 16, "BRK": 16}
-    reduce_shape |= {"STAGES": 2, "PRECISION": "tf32x3"}
+    reduce_shape = {"HEADS": 48, "V": 128, "K": 128, "RV": 8, "RK": 8, "BV": 64, "BK": 128, "BRV": 16, "BRK": 16}
+    reduce_shape |= {"STAGES": 1, "PRECISION": "tf32x3"}
     fused_types = {**reduce_types, "queries": "*bf16", "out": "*bf16", "rows": "i32"}
     read_types = {"queries": "*bf16", "reduced": "*fp32", "out": "*bf16", "rows_per_request": "i32", "eps": "fp32"}
     read_shape = {"HEADS": 48, "QUERY_HEADS": 48, "PAIRS": 96, "RV": 8, "RK": 8, "BP": 64, "BRV": 8, "BRK": 8}
@@ -62,5 +62,5 @@ def test_kernels_compile_for_hopper_and_blackwell(capability: int) -> None:
         assert sorted(names) == sorted(kernel.arg_names)
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         source = ASTSource(fn=kernel, signature=signature, constexprs=shape)
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
         assert f"sm_{capability}" in made.asm["ptx"] and len(made.asm["cubin"]) > 1000
