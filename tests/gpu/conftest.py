@@ -123,7 +123,8 @@ class Engines:
 
 def _models(folder: Path) -> dict[str, Path]:
     """Folders by name; ``DRAFTER:TARGET`` for drafters. The tiny ones are made without a GPU in sight."""
-    code = "from tests.tiny_models import tiny_models; tiny_models()"
+    code = "from tests.gpu.target_reference import plain_torch; plain_torch()\n"
+    code += "from tests.tiny_models import tiny_models; tiny_models()"
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=hidden, check=True, timeout=240)
     from tests.ready_models import make_ready

@@ -41,9 +41,20 @@ def compute(
     return [tensors[f"logits{i}"] for i in count], [tensors[f"states{i}"] for i in count] if layers else []
 
 
+def plain_torch() -> None:
+    """Let transformers compute in plain torch; to be called before it is imported.
+
+    Where these packages are installed it calls their GPU kernels on CPU tensors too, and fails.
+    """
+    for package in ("fla", "causal_conv1d"):
+        sys.modules[package] = None  # type: ignore[assignment]  # an import of it fails, as if it were not there
+
+
 @torch.no_grad()
 def _main(request: str, answer: str) -> None:
     from safetensors.torch import save_file
+
+    plain_torch()
     from transformers import AutoModelForCausalLM
 
     asked = json.loads(Path(request).read_text())

@@ -14,6 +14,8 @@ import torch
 from engines import ABORTED, CONCURRENT, ENGINES
 from safetensors.torch import load_file
 
+from sglang_ext.carryover.oracle import TIE
+
 SMOKE = ("dspark", "carryover-dspark-eager", "carryover-dspark", "ready-eager", "ready", "carryover-dflash")
 FP32_TIE, BF16_TIE = 1e-3, 0.25
 """Logit margins (of the target in float32 on the CPU) under which rounding may choose the other token."""
@@ -184,7 +186,9 @@ def test_every_block_equals_the_dense_reference(engines: Any, record_property: A
     rows = oracle_rows(engines, engine)
     carried = [row for row in rows if row["carried"]]
     errors = sorted(row["hidden_error"] for row in rows)
-    record_property("rounds", {"rounds": len(rows), "carried": len(carried)})
+    # Below this margin the oracle takes either token, so these rounds say nothing about tokens.
+    ties = sum(row["margin"] < TIE[getattr(torch, ENGINES[engine].dtype)] for row in rows)
+    record_property("rounds", {"rounds": len(rows), "carried": len(carried), "near_ties": ties})
     record_property("hidden_error", {"median": errors[len(errors) // 2], "largest": errors[-1]})
     exact = ("length_ok", "host_ok", "positions_ok", "masks_ok", "tokens_ok")
     assert [row for row in rows if not all(row[check] for check in exact)] == []
