@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dashboards import preview, prom
-from sglang_ext.checkpoints import DraftContract, read_contract
-from sglang_ext.demo.__main__ import SERVER_FLAGS, carryover_drafter
+from sglang_ext.demo.__main__ import SERVER_FLAGS
+from sglang_ext.demo.suites import suite
 from sglang_ext.errors import UsageError
 from sglang_ext.evaluation.client import ask
 from sglang_ext.evaluation.prompts import Prompt, read_prompts
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             except KeyboardInterrupt:
                 print("\nStopping, which may take 20 seconds", flush=True)
                 raise
-            raise UsageError(f"The server ended with code {code}; read {WORK / 'server.log'}.")
+            raise UsageError(f"The server ended with code {code}; read {WORK / str(args.port) / 'server.log'}.")
     except UsageError as error:
         print(f"sglang-ext: {error}", file=sys.stderr)
         return 2
@@ -62,9 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def observed(args: argparse.Namespace) -> Iterator[subprocess.Popen[bytes]]:
     """Start everything and print where it is; yields the server."""
-    for path in (args.models / args.target, args.models / args.draft):
-        if not (path / "config.json").exists():
-            raise UsageError(f"The reference model {path} is missing; run in the repository's root or give --models.")
+    work = WORK / str(args.port)  # another one, on another port, keeps its own
+    drafter = suite(args.models, args.target, args.draft, ("carryover",), work).last
     ports = {"--port": args.port, "--prometheus-port": args.prometheus_port, "--preview-port": args.preview_port}
     if len(set(ports.values())) < len(ports):
         raise UsageError(f"{', '.join(ports)} are the same in part; give three different ports.")
@@ -73,17 +72,14 @@ def observed(args: argparse.Namespace) -> Iterator[subprocess.Popen[bytes]]:
             check_port("127.0.0.1", port)
         except UsageError as error:
             raise UsageError(str(error).replace("--port", flag)) from None
-    drafter: DraftContract = carryover_drafter(
-        read_contract(args.models / args.draft), args.models / f"carryover-{args.draft}", WORK
-    )
     words = [str(args.models / args.target), "--draft", str(drafter.path), *SERVER_FLAGS]
     env = {**os.environ, EXPECTED_METHOD: drafter.algorithm}
     print(f"Starting a {drafter.algorithm} server (about 20 seconds on a CPU)", flush=True)
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving(words, port=args.port, log=WORK / "server.log", env=env))
+        server = stack.enter_context(serving(words, port=args.port, log=work / "server.log", env=env))
         rules = prom.rule_files(args.baseline)
         targets = [f"127.0.0.1:{args.port}"]
-        url = stack.enter_context(prom.running(WORK, targets, port=args.prometheus_port, rules=rules))
+        url = stack.enter_context(prom.running(work, targets, port=args.prometheus_port, rules=rules))
         print(f"  chat        http://127.0.0.1:{args.port}/v1/chat/completions")
         print(f"  metrics     http://127.0.0.1:{args.port}/metrics")
         drawn = stack.enter_context(preview.serving(url, args.preview_port))
