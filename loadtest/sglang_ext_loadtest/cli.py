@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,15 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_run)
 
     command = commands.add_parser("sweep", help="methods x concurrencies x repeats, as a TOML file says")
-    command.add_argument("file", type=Path, help="the sweep")
+    command.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="the sweep; several take turns repeat by repeat, each with a directory of its name in --out",
+    )
     _out(command)
-    command.set_defaults(run=lambda args: measure(settings.read_sweep(args.file), args.out))
+    command.set_defaults(run=_sweep)
 
     command = commands.add_parser("search", help="the highest concurrency at which each method meets the SLO")
     command.add_argument("file", type=Path, help="the sweep; its ladder is not used")
@@ -84,21 +91,52 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(sweep: settings.Sweep, out: Path) -> int:
     """Run a whole sweep and write everything; what was measured is written also when it is interrupted."""
-    _check(sweep, out)
-    cells: list[dict[str, Any]] = []
-    slots = schedule(sweep)
-    journal = results.Journal(out, sweep)
+    return measure_in_turns([(sweep, out)])
+
+
+def measure_in_turns(sweeps: Sequence[tuple[settings.Sweep, Path]]) -> int:
+    """Run sweeps, each with its own directory, in turns: first repeats of all, then the second ones, and so on.
+
+    Servers that stay up side by side load at the same time, those of all sweeps. Returns the highest exit code.
+    """
+    for sweep, out in sweeps:
+        _check(sweep, out)
+    journals = [results.Journal(out, sweep) for sweep, out in sweeps]
+    plans = [schedule(sweep) for sweep, _ in sweeps]
+    cells: list[list[dict[str, Any]]] = [[] for _ in sweeps]
     code = 0
-    with Runner(sweep, out, _say) as runner:
+    runners = [Runner(sweep, out, _say) for sweep, out in sweeps]
+    with ExitStack() as stack:
         try:
-            for cell in runner.run(slots):
-                cells.append(cell)
-                journal.add(cell, runner.about)
+            for runner in runners:
+                stack.enter_context(runner).start()
+            for runner in runners:
+                runner.ready()
+            for repeat in range(max(sweep.load.repeats for sweep, _ in sweeps)):
+                for runner, plan, journal, done in zip(runners, plans, journals, cells, strict=True):
+                    turn = [slot for slot in plan if slot.repeat == repeat]
+                    for cell in runner.run(turn, len(done), len(plan)):
+                        done.append(cell)
+                        journal.add(cell, runner.about)
         except KeyboardInterrupt:
-            _say(f"Interrupted after {len(cells)} of {len(slots)} cells; the report holds what was measured.")
+            made, planned = sum(map(len, cells)), sum(map(len, plans))
+            _say(f"Interrupted after {made} of {planned} cells; the report holds what was measured.")
             code = 130
-    finished = _finish(sweep, cells, runner.about, out)
-    return code or finished
+    finished = [
+        _finish(sweep, done, runner.about, out)
+        for (sweep, out), runner, done in zip(sweeps, runners, cells, strict=True)
+    ]
+    return max([code, *finished])
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    sweeps = [settings.read_sweep(file) for file in args.files]
+    if len(sweeps) == 1:
+        return measure(sweeps[0], args.out)
+    names = [file.stem for file in args.files]
+    if len(set(names)) < len(names):
+        raise UsageError("Two sweeps have the same file name, and each gets a directory of its name; rename one.")
+    return measure_in_turns([(sweep, args.out / name) for sweep, name in zip(sweeps, names, strict=True)])
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -60,6 +60,7 @@ def write(path: Path, results: dict[str, Any], sweep: Sweep) -> None:
         spoilt=[cell for cell in results["cells"] if cell["invalid"] and cell["requests"]["measured"]],
         plots=drawn,
         checks=[check for cell in results["cells"] for check in cell.get("cross_check", [])],
+        repeats=_repeats(sweep, groups),
         hardware=_hardware(results["methods"]),
         warnings=_counted([warning for cell in results["cells"] for warning in cell["warnings"]]),
         errors=_errors(results["cells"]),
@@ -101,6 +102,15 @@ def write_comparison(path: Path, before: dict[str, Any], after: dict[str, Any], 
 def _rows(results: dict[str, Any], method: str, level: float) -> list[compare.Rows]:
     cells = [cell for cell in results["cells"] if (cell["method"], cell["level"]) == (method, level)]
     return [cell["rows"] for cell in sorted(cells, key=lambda cell: cell["repeat"]) if not cell["invalid"]]
+
+
+def _repeats(sweep: Sweep, groups: list[dict[str, Any]]) -> str:
+    """How often cells were measured, and how often they should have been where that is not the same."""
+    counts = [group["repeats"] for group in groups] or [0]
+    low, high, planned = min(counts), max(counts), sweep.load.repeats
+    if low == high == planned:
+        return f"{planned} {'repeat' if planned == 1 else 'repeats'}"
+    return f"{low if low == high else f'{low} to {high}'} of {planned} planned repeats"
 
 
 def _hardware(methods: dict[str, Any]) -> str:

@@ -8,10 +8,9 @@ import math
 import os
 import random
 import re
-import signal
 import subprocess
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -22,12 +21,16 @@ from sglang_ext.errors import UsageError
 from sglang_ext.evaluation.servers import free_port, started, wait_until_healthy
 from sglang_ext_loadtest import figures
 from sglang_ext_loadtest.collector import RECORDS, RUN
+from sglang_ext_loadtest.generator import Generator
 from sglang_ext_loadtest.records import ERRORS, MEASURE, Record, RequestError
 from sglang_ext_loadtest.server import Endpoint, Gauges, cross_check
 from sglang_ext_loadtest.settings import Method, Plan, Sweep
 
+# A server's process, port, log, what ends it, and until when it may load (monotonic clock).
+Starting = tuple[subprocess.Popen[bytes], int, Path, contextlib.ExitStack, float]
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 GRACE_SECONDS = 60.0  # for Locust to start and to end, on top of a step's own limit
+SILENT_CELLS = 2  # in a row without an answer, after which a server is given up
 SETTLE_SECONDS = 2.0  # for the server's counters to take in the last request
 
 
@@ -84,10 +87,13 @@ class Runner:
         self.about: dict[str, dict[str, Any]] = {}  # what each method's server says about itself
         self._stack = contextlib.ExitStack()
         self._up: dict[str, tuple[Endpoint, str]] = {}  # by method: the current one, side by side all
+        self._starting: dict[str, Starting] = {}  # servers that were started, up or not
         self._urls: dict[str, str] = {}  # of servers that run
         self._processes: list[subprocess.Popen[bytes]] = []
         self._dead: dict[str, UsageError] = {}  # servers that could not be started
+        self._silent: Counter[str] = Counter()  # by method: cells in a row without one answer
         self._rehearsed: set[str] = set()
+        self._generator: Generator | None = None
         self._api_key = os.environ.get(sweep.requests.api_key_env)
 
     def __enter__(self) -> Runner:
@@ -95,34 +101,70 @@ class Runner:
 
     def __exit__(self, *_: object) -> None:
         self._stop_servers()
+        if self._generator is not None:
+            self._generator.close()
 
-    def run(self, slots: Sequence[Slot]) -> Iterator[dict[str, Any]]:
-        """Measure cells one after the other; a cell that cannot be measured comes out invalid, with the reason."""
-        for number, slot in enumerate(slots, start=1):
-            where = f"[{number}/{len(slots)}] {slot.method.name} at {slot.level:g}, repeat {slot.repeat + 1}"
+    def run(self, slots: Sequence[Slot], begin: int = 0, total: int | None = None) -> Iterator[dict[str, Any]]:
+        """Measure cells one after the other; a cell that cannot be measured comes out invalid, with the reason.
+
+        Args:
+            slots: the cells, in this order.
+            begin, total: how many there were before these, and are in all; for what is said.
+        """
+        for number, slot in enumerate(slots, start=begin + 1):
+            where = f"[{number}/{total or len(slots)}] {slot.method.name} at {slot.level:g}, repeat {slot.repeat + 1}"
             try:
                 endpoint, model = self._endpoint(slot.method)
             except (RequestError, UsageError) as error:
                 cell = self._unmeasured(slot, error)
             else:
                 cell = self._cell(slot, endpoint, model)
+                self._judge(slot.method, cell)
             self.say(f"{where}: {_line(cell)}")
             yield cell
 
+    def _judge(self, method: Method, cell: dict[str, Any]) -> None:
+        """Give up a server of ours that hangs: each further cell would cost its whole time limit."""
+        self._silent[method.name] = 0 if cell["requests"]["ok"] else self._silent[method.name] + 1
+        if method.serve and self._silent[method.name] == SILENT_CELLS:
+            self._dead[method.name] = UsageError(
+                f"{SILENT_CELLS} cells in a row brought no answer; its server was asked no more."
+            )
+
+    def start(self) -> None:
+        """Start the servers that stay up side by side; they load while the caller goes on."""
+        if self.sweep.load.side_by_side and not self._starting:
+            self._launch([method for method in self.sweep.methods if method.serve])
+
+    def ready(self) -> None:
+        """Wait until they answer or have had their time, and rehearse them all at once."""
+        if self.sweep.load.side_by_side:
+            for method in self.sweep.methods:
+                self._await(method)
+            up = [method for method in self.sweep.methods if method.name in self._urls]
+            with contextlib.suppress(RequestError):  # comes up again when its turn comes, and is reported then
+                for method in up:
+                    self._greet(method)
+            self._rehearse([method for method in up if method.name in self._up])
+
     def _endpoint(self, method: Method) -> tuple[Endpoint, str]:
+        if method.name in self._dead:
+            raise self._dead[method.name]
         if method.name in self._up:
             return self._up[method.name]
-        load = self.sweep.load
-        if not load.side_by_side:
+        if not self.sweep.load.side_by_side:
             self._stop_servers()
-        if method.serve and method.name not in self._urls | self._dead:
-            self._start([other for other in self.sweep.methods if other.serve] if load.side_by_side else [method])
+        if method.serve and method.name not in self._urls:
+            if self.sweep.load.side_by_side:
+                self.start()
+                self.ready()
+            else:
+                self._launch([method])
+                self._await(method)
         if method.name in self._dead:
             raise self._dead[method.name]
         endpoint = self._greet(method)
-        if load.rehearse and method.name not in self._rehearsed:
-            self._rehearsed.add(method.name)
-            self._locust(*self._rehearsal(method))
+        self._rehearse([method])
         return endpoint
 
     def _greet(self, method: Method) -> tuple[Endpoint, str]:
@@ -134,16 +176,27 @@ class Runner:
         self._up[method.name] = endpoint, model
         return endpoint, model
 
-    def _rehearsal(self, method: Method) -> tuple[Plan, Path]:
+    def _rehearse(self, methods: Sequence[Method]) -> None:
         """A cell at the highest level that is not kept: what is compiled or tuned on first use happens in it."""
-        place = self.out / "cells" / f"{_slug(method.name)}-rehearsal"
-        return self._plan(Slot(method, max(levels(self.sweep)), 0), *self._up[method.name], place), place
+        due = [method for method in methods if method.name not in self._rehearsed] if self.sweep.load.rehearse else []
+        self._rehearsed |= {method.name for method in due}
+        with contextlib.ExitStack() as stack:
+            waiting = []
+            for method in due:
+                place = self.out / "cells" / f"{_slug(method.name)}-rehearsal"
+                plan = self._plan(Slot(method, max(levels(self.sweep)), 0), *self._up[method.name], place)
+                plan = replace(plan, load=replace(plan.load, workers=1))  # two masters would want the same port
+                generator = Generator()
+                stack.callback(generator.close)
+                generator.begin(_prepared(plan, place), place / "locust.log")
+                waiting.append((generator, plan))
+            for generator, plan in waiting:
+                generator.end(_limit(plan))
 
-    def _start(self, methods: Sequence[Method]) -> None:
-        """Start servers together; those that do not answer in time are dead for the rest of the sweep."""
+    def _launch(self, methods: Sequence[Method]) -> None:
+        """Start servers together."""
         self.say(f"starting {', '.join(method.name for method in methods)}")
         deadline = time.monotonic() + self.sweep.load.start_seconds
-        waiting = []
         ports: set[int] = set()
         for method in methods:
             while (port := free_port()) in ports:
@@ -153,22 +206,27 @@ class Runner:
             own = self._stack.enter_context(contextlib.ExitStack())
             process = own.enter_context(started(method.serve, port=port, log=log))
             self._processes.append(process)
-            waiting.append((method, process, port, log, own))
-        for method, process, port, log, own in waiting:
-            try:
-                wait_until_healthy(process, port, log, deadline)
-            except UsageError as error:
-                self._dead[method.name] = error
-                own.close()
-            else:
-                self._urls[method.name] = f"http://127.0.0.1:{port}"
+            self._starting[method.name] = process, port, log, own, deadline
+
+    def _await(self, method: Method) -> None:
+        """Wait for a server that was started; one that does not answer in time is dead for the rest of the sweep."""
+        if method.name not in self._starting or method.name in self._urls | self._dead:
+            return
+        process, port, log, own, deadline = self._starting[method.name]
+        try:
+            wait_until_healthy(process, port, log, deadline)
+        except UsageError as error:
+            self._dead[method.name] = error
+            own.close()
+        else:
+            self._urls[method.name] = f"http://127.0.0.1:{port}"
 
     def _stop_servers(self) -> None:
         for process in self._processes:  # all of them are told before the first is waited for
             if process.poll() is None:
                 process.terminate()
         self._stack.close()
-        self._processes, self._urls, self._up = [], {}, {}
+        self._processes, self._starting, self._urls, self._up = [], {}, {}, {}
 
     def _cell(self, slot: Slot, endpoint: Endpoint, model: str) -> dict[str, Any]:
         name = f"{_slug(slot.method.name)}-{slot.level:g}-{slot.repeat + 1}"
@@ -208,27 +266,17 @@ class Runner:
 
     def _locust(self, plan: Plan, place: Path) -> str | None:
         """Run Locust on a plan; the reason if it did not come to its end."""
-        place.mkdir(parents=True, exist_ok=True)
-        for name in (RECORDS, RUN):
-            (place / name).unlink(missing_ok=True)
-        (place / "plan.json").write_text(json.dumps(asdict(plan), indent=1) + "\n", encoding="utf-8")
-        command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary"]
-        command += ["--loglevel", "WARNING", "--exit-code-on-error", "0", "--plan", str(place / "plan.json")]
-        if plan.load.workers > 1:
-            command += ["--processes", str(plan.load.workers)]
-        limit = plan.load.stop_seconds + plan.requests.timeout_s + GRACE_SECONDS
-        with (place / "locust.log").open("wb") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                code = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                return f"the load generator did not end within {limit:.0f} s"
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        if self._generator is None:
+            self._generator = Generator()
+        self._generator.begin(_prepared(plan, place), place / "locust.log")
+        limit = _limit(plan)
+        begun = time.monotonic()
+        code = self._generator.end(limit)
+        if code is None:
+            self._generator = None
+            if time.monotonic() - begun < limit:
+                return f"the load generator is gone; read {place / 'locust.log'}"
+            return f"the load generator did not end within {limit:.0f} s"
         return None if code == 0 else f"the load generator ended with code {code}; read {place / 'locust.log'}"
 
     def _unmeasured(self, slot: Slot, error: RequestError | UsageError) -> dict[str, Any]:
@@ -249,6 +297,22 @@ def _settled(endpoint: Endpoint, before: dict[str, float], totals: tuple[int, in
         if all(check["agrees"] for check in checks) or time.monotonic() > deadline:
             return checks
         time.sleep(0.25)
+
+
+def _prepared(plan: Plan, place: Path) -> list[str]:
+    """Locust's arguments for a plan, which is written to an empty place."""
+    place.mkdir(parents=True, exist_ok=True)
+    for name in (RECORDS, RUN):
+        (place / name).unlink(missing_ok=True)
+    (place / "plan.json").write_text(json.dumps(asdict(plan), indent=1) + "\n", encoding="utf-8")
+    arguments = ["-f", str(LOCUSTFILE), "--headless", "--only-summary", "--loglevel", "WARNING"]
+    arguments += ["--exit-code-on-error", "0", "--plan", str(place / "plan.json")]
+    return arguments + (["--processes", str(plan.load.workers)] if plan.load.workers > 1 else [])
+
+
+def _limit(plan: Plan) -> float:
+    """Seconds after which a run of Locust is ended."""
+    return plan.load.stop_seconds + plan.requests.timeout_s + GRACE_SECONDS
 
 
 def _read(place: Path) -> tuple[list[Record], dict[str, Any]]:

@@ -114,6 +114,7 @@ class Sweep:
 
     methods: tuple[Method, ...]
     title: str = "Load test"
+    note: str | None = None  # what a reader must know about all of it, said above the answer
     workload: Workload = Workload()
     requests: Requests = Requests()
     load: Load = Load()

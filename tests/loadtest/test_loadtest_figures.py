@@ -185,7 +185,14 @@ def sweep(tmp_path: Path, **more: Any) -> Sweep:
         Method("NEW", url="http://c", note=more.pop("note", None)),
     )
     load = Load(concurrency=(1, 2, 4), repeats=2)
-    return Sweep(methods, title="Made <by> hand", workload=Workload(paths=(str(prompts),)), load=load, **more)
+    return Sweep(
+        methods,
+        title="Made <by> hand",
+        note="A small model.",
+        workload=Workload(paths=(str(prompts),)),
+        load=load,
+        **more,
+    )
 
 
 SPEEDS = {"plain": (100, 90, 80), "DSPARK": (150, 110, 70), "NEW": (200, 111, 72)}
@@ -246,12 +253,14 @@ def test_the_page_is_self_contained_and_escapes_what_it_is_given(tmp_path: Path)
     for words in ("2 x NVIDIA H200", "never recommended", "1 of 18 cells are invalid", "silent for longer", "a b"):
         assert words in page, words
     assert "interrupted" not in page and "not measured" not in page
+    assert "1 to 2 of 2 planned repeats" in page and "A small model." in page
     partial = results.document(
         chosen, [entry for entry in cells if entry["method"] != "NEW" and entry["repeat"] == 0], {}
     )
     report.write(tmp_path / "index.html", partial, chosen)
     page = (tmp_path / "index.html").read_text()
     assert "The run was interrupted: 6 of 18 cells were measured." in page and "one repeat shows no spread" in page
+    assert "1 of 2 planned repeats" in page
     assert page.count(">not measured<") == 3 and ">invalid<" not in page
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from mock_sse import FAULTS
-from sglang_ext_loadtest import results
+from sglang_ext_loadtest import results, runner
 from sglang_ext_loadtest.cli import main
 from sglang_ext_loadtest.runner import Runner, Slot, schedule, search
 from sglang_ext_loadtest.server import Endpoint
@@ -277,7 +278,7 @@ def test_load_options_make_workers_rehearsals_and_lengths(mock: Any, prompts: An
         place.name: json.loads((place / "plan.json").read_text())["load"]["workers"]
         for place in (tmp_path / "cells").iterdir()
     }
-    assert workers == {"mock-1-1": 1, "mock-4-1": 2, "mock-rehearsal": 2}
+    assert workers == {"mock-1-1": 1, "mock-4-1": 2, "mock-rehearsal": 1}  # a rehearsal is one process
     assert sorted(len(cell["rows"]) for cell in cells.values()) == [2, 8]  # the rehearsal is in neither
 
 
@@ -301,6 +302,81 @@ def test_a_killed_sweep_is_reported_from_its_journal(
     assert not (tmp_path / "journal.jsonl").exists()
     (tmp_path / "results.json").unlink()
     assert main(["report", str(tmp_path)]) == 2
+
+
+TURNS = """
+title = "{name}"
+[workload]
+paths = ["{path}"]
+[load]
+concurrency = [1]
+repeats = 2
+side_by_side = true
+[[methods]]
+name = "{name}"
+url = "{url}"
+"""
+
+
+def test_several_sweeps_take_turns_repeat_by_repeat(
+    mock: Any, prompts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that what an early end cuts off is the last repeat of all of them."""
+    files = [tmp_path / "first.toml", tmp_path / "second.toml"]
+    for file in files:
+        file.write_text(TURNS.format(name=file.stem, path=prompts(a_1=QUICK), url=mock.url))
+    out = tmp_path / "out"
+    assert main(["sweep", *map(str, files), "--out", str(out)]) == 0
+    said = [line.split("s  ")[1].split(":")[0] for line in capsys.readouterr().out.splitlines() if "repeat " in line]
+    assert said == [
+        "[1/2] first at 1, repeat 1",
+        "[1/2] second at 1, repeat 1",
+        "[2/2] first at 1, repeat 2",
+        "[2/2] second at 1, repeat 2",
+    ]
+    for file in files:
+        found = json.loads((out / file.stem / "results.json").read_text())
+        assert [cell["method"] for cell in found["cells"]] == 2 * [file.stem]
+        assert "2 repeats" in (out / file.stem / "index.html").read_text()
+    (tmp_path / "again").mkdir()
+    same = tmp_path / "again" / "first.toml"
+    same.write_text(files[0].read_text())
+    assert main(["sweep", str(files[0]), str(same), "--out", str(out)]) == 2
+    assert "the same file name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", ["silent", None])
+def test_a_server_that_hangs_is_given_up_and_costs_two_cells(
+    mock: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str | None
+) -> None:
+    """The mock server stands in for one that the sweep has started."""
+
+    @contextmanager
+    def started(words: Any, *, port: int, log: Path) -> Any:
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        yield process
+        process.kill()
+        process.communicate()
+
+    monkeypatch.setattr(runner, "started", started)
+    monkeypatch.setattr(runner, "free_port", lambda: int(mock.url.rsplit(":", 1)[1]))
+    monkeypatch.setattr(runner, "wait_until_healthy", lambda *_: None)
+    script = QUICK if fault is None else {**QUICK, "fault": fault}
+    sweep = Sweep(
+        (Method("mock", serve=("TARGET",)),),
+        workload=Workload(paths=(prompts(a_1=script),)),
+        requests=Requests(timeout_s=0.5),
+        load=Load(concurrency=(1,), repeats=4, side_by_side=True, warmup_requests=0, stop_errors=1),
+    )
+    with Runner(sweep, tmp_path, lambda line: None) as running:
+        running.start()
+        running.ready()
+        cells = list(running.run(schedule(sweep)))
+    if fault is None:
+        assert all(cell["requests"]["ok"] == 1 and not cell["invalid"] for cell in cells)
+    else:
+        assert [cell["requests"]["measured"] for cell in cells] == [1, 1, 0, 0]
+        assert "asked no more" in cells[2]["invalid"][0] and "asked no more" in cells[3]["invalid"][0]
 
 
 SWEEP = """

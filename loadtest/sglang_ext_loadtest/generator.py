@@ -1,0 +1,105 @@
+"""A process that has Locust imported and forks for every run: importing it takes longer than a short cell."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class Generator:
+    """Runs Locust, one command line at a time."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", __name__]
+        # A session of its own: Ctrl-C reaches the sweep alone, which then ends what it started.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._child: int | None = None
+
+    def begin(self, arguments: Sequence[str], log: Path) -> None:
+        """Start Locust with these arguments; what it prints goes to ``log``."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # of a process that is gone: ``end`` says so
+            self._process.stdin.write(json.dumps({"arguments": [*arguments], "log": str(log)}) + "\n")
+            self._process.stdin.flush()
+
+    def end(self, limit: float) -> int | None:
+        """Wait until it has ended, at most ``limit`` seconds, and leave nothing of it running.
+
+        Returns:
+            Its exit code; None when time was up or the process is gone, and no further run can begin here.
+        """
+        code = None
+        try:
+            if (first := self._line(limit)) is not None:
+                self._child = first
+                code = self._line(limit)
+        finally:
+            self._sweep_up()
+            if code is None:
+                self.close()
+        return code
+
+    def close(self) -> None:
+        """End it, with whatever runs."""
+        self._sweep_up()
+        if self._process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # what was still to be written has no reader any more
+                assert pipe is not None
+                pipe.close()
+
+    def _line(self, limit: float) -> int | None:
+        """The next number that it says; it says one at a time, so that nothing waits in a buffer."""
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], limit)
+        line = self._process.stdout.readline() if ready else ""
+        return int(line) if line else None
+
+    def _sweep_up(self) -> None:
+        """Locust's worker processes belong to the group of the run, and go with it."""
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child, signal.SIGKILL)
+        self._child = None
+
+
+def serve() -> None:
+    """Fork for every line of JSON on the standard input; say the child's id, and its exit code once it has ended."""
+    import gevent.monkey
+    import locust.main  # patches the standard library for gevent
+
+    from sglang_ext_loadtest import client, collector, session  # noqa: F401 - so that no child has to
+
+    # gevent's own forms would begin its event loop here, and every child would share it.
+    fork, waitpid = (gevent.monkey.get_original("os", name) for name in ("fork", "waitpid"))
+    for line in sys.stdin:
+        job = json.loads(line)
+        child = fork()
+        if child == 0:
+            os.setpgid(0, 0)
+            with open(os.devnull, "rb") as nothing, open(job["log"], "wb") as log:
+                os.dup2(nothing.fileno(), 0)
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            gevent.reinit()
+            sys.argv = ["locust", *job["arguments"]]
+            sys.exit(locust.main.main())
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
