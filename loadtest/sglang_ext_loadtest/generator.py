@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,16 +20,16 @@ class Generator:
     def __init__(self) -> None:
         command = [sys.executable, "-m", __name__]
         # A session of its own: Ctrl-C reaches the sweep alone, which then ends what it started.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._said = b""
         self._child: int | None = None
 
     def begin(self, arguments: Sequence[str], log: Path) -> None:
         """Start Locust with these arguments; what it prints goes to ``log``."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # of a process that is gone: ``end`` says so
-            self._process.stdin.write(json.dumps({"arguments": [*arguments], "log": str(log)}) + "\n")
+            job = {"arguments": [*arguments], "log": str(log)}
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.flush()
 
     def end(self, limit: float) -> int | None:
@@ -39,9 +40,9 @@ class Generator:
         """
         code = None
         try:
-            if (first := self._line(limit)) is not None:
+            if (first := self._number(limit)) is not None:
                 self._child = first
-                code = self._line(limit)
+                code = self._number(limit)
         finally:
             self._sweep_up()
             if code is None:
@@ -61,12 +62,18 @@ class Generator:
                 assert pipe is not None
                 pipe.close()
 
-    def _line(self, limit: float) -> int | None:
-        """The next number that it says; it says one at a time, so that nothing waits in a buffer."""
+    def _number(self, limit: float) -> int | None:
+        """The next number that it says; None when it says none within ``limit`` seconds, or is gone."""
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], limit)
-        line = self._process.stdout.readline() if ready else ""
-        return int(line) if line else None
+        deadline = time.monotonic() + limit
+        # Unbuffered reads: what waits in a buffer of Python's, select does not see.
+        while b"\n" not in self._said:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0))
+            if not ready or not (piece := os.read(self._process.stdout.fileno(), 4096)):
+                return None
+            self._said += piece
+        line, _, self._said = self._said.partition(b"\n")
+        return int(line)
 
     def _sweep_up(self) -> None:
         """Locust's worker processes belong to the group of the run, and go with it."""

@@ -19,6 +19,7 @@ import pytest
 from mock_sse import FAULTS
 from sglang_ext_loadtest import results, runner
 from sglang_ext_loadtest.cli import main
+from sglang_ext_loadtest.generator import Generator
 from sglang_ext_loadtest.runner import Runner, Slot, schedule, search
 from sglang_ext_loadtest.server import Endpoint
 from sglang_ext_loadtest.settings import Load, Method, Requests, Slo, Sweep, Workload
@@ -343,6 +344,21 @@ def test_several_sweeps_take_turns_repeat_by_repeat(
     same.write_text(files[0].read_text())
     assert main(["sweep", str(files[0]), str(same), "--out", str(out)]) == 2
     assert "the same file name" in capsys.readouterr().err
+
+
+def test_a_generator_runs_again_and_says_what_came_of_a_run_that_ended_long_ago(tmp_path: Path) -> None:
+    generator = Generator()
+    try:
+        for number, (arguments, code) in enumerate([(["--version"], 0), (["--no-such-option"], 1)]):
+            log = tmp_path / f"{number}.log"
+            generator.begin(arguments, log)
+            time.sleep(2 - number)  # both of what it says, the process and its end, wait to be read
+            assert generator.end(30) == code
+            assert log.read_text()
+        generator.begin(["--help"], tmp_path / "late.log")
+        assert generator.end(0.0) is None  # no time at all
+    finally:
+        generator.close()
 
 
 @pytest.mark.parametrize("fault", ["silent", None])

@@ -207,8 +207,10 @@ def test_gates_read_figures_of_groups() -> None:
 
 def test_the_sweeps_that_are_shipped_are_valid(tmp_path: Path) -> None:
     root = SHIPPED.parents[1]
+    for name in ("dense", "medium", "hybrid"):
+        shipped = settings.read_sweep(root / f"benchmarks/loadtest/{name}.toml")
+        assert shipped.load.concurrency == (1, 2, 4, 8, 16, 32, 64)
     dense = settings.read_sweep(root / "benchmarks/loadtest/dense.toml")
-    assert dense.load.concurrency == (1, 2, 4, 8, 16, 32, 64)
     assert workload.load(dense.workload, dense.load.seed).broken == []
     config, job = yaml.safe_load_all((root / "loadtest/job.yaml").read_text())
     inside = tmp_path / "sweep.toml"
@@ -217,4 +219,4 @@ def test_the_sweeps_that_are_shipped_are_valid(tmp_path: Path) -> None:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     command = [word.replace("/config", str(tmp_path)) for word in container["command"]]
     args = parser().parse_args(command[1:])
-    assert args.file == inside
+    assert args.files == [inside]
