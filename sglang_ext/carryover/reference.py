@@ -1,13 +1,15 @@
 """Plain-torch drafter: the whole draft block from a checkpoint, without pools, caches or kernels.
 
 The oracle of the serving path and of the training path. It takes features and positions of every context row
-and computes the block densely in fp32, so that nothing a paged cache does can be wrong in the same way.
+and computes the block densely in fp32, so that nothing a paged cache does can be wrong in the same way. Asked to, it
+rounds each result as a server of a lower precision does, which shows how far that alone may lead.
 Sources of the maths: methods of DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147); SGLang models/dflash.py,
 models/dspark.py.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -59,6 +61,7 @@ class ReferenceDrafter:
                 "use a drafter with a plain one and full attention."
             )
         self.config = config
+        self.dtype = torch.float32
         self.eps = float(config.get("rms_norm_eps", 1e-6))
         self.layers = int(config["num_hidden_layers"])
         self.heads = int(config["num_attention_heads"])
@@ -76,24 +79,43 @@ class ReferenceDrafter:
             name.removeprefix(f"{READER}."): w for name, w in self.weights.items() if name.startswith(f"{READER}.")
         }
 
+    def rounding(self, dtype: torch.dtype) -> ReferenceDrafter:
+        """The same drafter, every stored result rounded to ``dtype``: what a server that computes in it may get."""
+        other = copy.copy(self)
+        other.dtype = dtype
+        return other
+
+    def _stored(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.dtype == torch.float32 else x.to(self.dtype).float()
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self._stored(x @ self.weights[f"{name}.weight"].T)
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self._stored(rms_norm(x, self.weights[f"{name}.weight"], self.eps))
+
     def _rope(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate [rows, heads, head_dim] by absolute positions [rows]."""
         half = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=x.device) / self.head_dim
         angle = (positions.double()[:, None] / self.rope_theta**half)[:, None]
         cos, sin = angle.cos().float(), angle.sin().float()
         left, right = x.chunk(2, -1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+        return self._stored(torch.cat([left * cos - right * sin, right * cos + left * sin], -1))
 
     def _key_value(self, x: torch.Tensor, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         prefix = f"layers.{layer}.self_attn."
-        key = (x @ self.weights[prefix + "k_proj.weight"].T).view(-1, self.kv_heads, self.head_dim)
-        value = (x @ self.weights[prefix + "v_proj.weight"].T).view(-1, self.kv_heads, self.head_dim)
-        key = self._rope(rms_norm(key, self.weights[prefix + "k_norm.weight"], self.eps), positions)
-        return key, value
+        key = self._linear(x, prefix + "k_proj").view(-1, self.kv_heads, self.head_dim)
+        value = self._linear(x, prefix + "v_proj").view(-1, self.kv_heads, self.head_dim)
+        return self._rope(self._norm(key, prefix + "k_norm"), positions), value
+
+    def marked(self, features: torch.Tensor) -> torch.Tensor:
+        """Features [rows, D] of rejected rows, as they are carried."""
+        assert self.embedding is not None
+        return self._stored(features + self.embedding)
 
     def context(self, features: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each layer's key and value [rows, kv heads, head_dim] of context rows with features [rows, D]."""
-        hidden = rms_norm(features @ self.weights["fc.weight"].T, self.weights["hidden_norm.weight"], self.eps)
+        hidden = self._norm(self._linear(features, "fc"), "hidden_norm")
         return [self._key_value(hidden, layer, positions) for layer in range(self.layers)]
 
     def block(
@@ -107,26 +129,28 @@ class ReferenceDrafter:
 
         A drafter with a reader reads ``states`` [sources, HV, V, K]; without them it drafts as if its output were zero.
         """
-        w, rows = self.weights, len(token_ids)
+        rows, groups = len(token_ids), self.heads // self.kv_heads
         hidden = self.embed[token_ids]
         for layer, (context_key, context_value) in enumerate(context):
             prefix = f"layers.{layer}."
-            hidden = hidden + self._read(hidden, states, layer, "before_attention")
-            x = rms_norm(hidden, w[prefix + "input_layernorm.weight"], self.eps)
-            query = (x @ w[prefix + "self_attn.q_proj.weight"].T).view(rows, self.heads, self.head_dim)
-            query = self._rope(rms_norm(query, w[prefix + "self_attn.q_norm.weight"], self.eps), positions)
+            hidden = self._stored(hidden + self._read(hidden, states, layer, "before_attention"))
+            x = self._norm(hidden, prefix + "input_layernorm")
+            query = self._linear(x, prefix + "self_attn.q_proj").view(rows, self.heads, self.head_dim)
+            query = self._rope(self._norm(query, prefix + "self_attn.q_norm"), positions)
             key, value = self._key_value(x, layer, positions)
-            groups = self.heads // self.kv_heads
             key = torch.cat([context_key, key]).repeat_interleave(groups, 1)
             value = torch.cat([context_value, value]).repeat_interleave(groups, 1)
             scores = torch.einsum("qhd,khd->hqk", query, key) * self.head_dim**-0.5
-            attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).reshape(rows, -1)
-            hidden = hidden + attended @ w[prefix + "self_attn.o_proj.weight"].T
-            hidden = hidden + self._read(hidden, states, layer, "after_attention")
-            x = rms_norm(hidden, w[prefix + "post_attention_layernorm.weight"], self.eps)
-            gate = torch.nn.functional.silu(x @ w[prefix + "mlp.gate_proj.weight"].T)
-            hidden = hidden + (gate * (x @ w[prefix + "mlp.up_proj.weight"].T)) @ w[prefix + "mlp.down_proj.weight"].T
-        return rms_norm(hidden, w["norm.weight"], self.eps)
+            attended = self._stored(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)).reshape(rows, -1)
+            attended = self._linear(attended, prefix + "self_attn.o_proj")
+            # As SGLang: what is read joins the attention's output, and both the residual stream.
+            read = self._read(self._stored(hidden + attended), states, layer, "after_attention")
+            hidden = self._stored(hidden + self._stored(attended + read))
+            x = self._norm(hidden, prefix + "post_attention_layernorm")
+            gate = torch.nn.functional.silu(self._linear(x, prefix + "mlp.gate_proj"))
+            inner = self._stored(gate * self._linear(x, prefix + "mlp.up_proj"))
+            hidden = self._stored(hidden + self._linear(inner, prefix + "mlp.down_proj"))
+        return self._norm(hidden, "norm")
 
     def _read(self, hidden: torch.Tensor, states: torch.Tensor | None, layer: int, place: str) -> torch.Tensor | float:
         """What a layer reads at a place; 0 where it reads nothing."""
@@ -139,7 +163,7 @@ class ReferenceDrafter:
         ):
             return 0.0
         index = reader.reading_layers(self.layers).index(layer)
-        return read_states(hidden, states, self.reader_weights, reader, index)
+        return self._stored(read_states(hidden, states, self.reader_weights, reader, index))
 
     def _draft_rows(self, hidden: torch.Tensor) -> torch.Tensor:
         """The rows of a block that predict: DFlash, and DSpark with a row more than drafts, skip the anchor's."""
