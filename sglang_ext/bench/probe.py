@@ -85,14 +85,11 @@ def _memory(scheduler: Any, workers: dict[str, Any]) -> dict[str, Any]:
     for name, worker in workers.items():
         row: dict[str, Any] = {}
         if (carry := getattr(worker, "carry", None)) is not None:
-            row["carryover_device_bytes_per_slot"] = carry.previous.element_size()
-            row["carryover_host_bytes_per_slot"] = carry.previous_cpu.element_size() + carry.tenant.element_size()
+            device, host = carry.bytes_per_slot()
+            row |= {"carryover_device_bytes_per_slot": device, "carryover_host_bytes_per_slot": host}
         reader = getattr(getattr(worker, "draft_model", None), "state_reader", None)
         if reader is not None:
-            sources, heads, rank_v, rank_k = reader.reduced_shape()
-            rows = int(worker.query_token_num)
-            row["ready_reduced_bytes_per_request"] = 4 * sources * heads * rank_v * rank_k
-            row["ready_queries_and_reads_bytes_per_request"] = 2 * rows * sources * heads * (rank_v + rank_k)
+            row["ready_bytes_per_request"] = reader.bytes_per_request(int(worker.query_token_num))
             row["ready_weight_bytes"] = sum(p.numel() * p.element_size() for p in reader.parameters())
         found[name] = row
     if torch.cuda.is_available():

@@ -10,8 +10,19 @@ from sglang.srt.models.dflash import DFlashDraftModel
 from sglang.srt.models.dspark import DSparkDraftModel
 from torch import nn
 
-from sglang_ext.carryover.rows import write_all_rows
+from sglang_ext.carryover import rows
 from sglang_ext.checkpoints import EMBEDDING
+
+
+def write_all_rows(
+    hidden: torch.Tensor, commit_lens: torch.Tensor, verify_width: int, embedding: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rows.write_all_rows``; on CUDA in one launch."""
+    if not hidden.is_cuda:
+        return rows.write_all_rows(hidden, commit_lens, verify_width, embedding)
+    from sglang_ext.carryover import kernels
+
+    return kernels.write_all_rows(hidden, commit_lens, verify_width, embedding)
 
 
 class _CarryoverEmbedding:

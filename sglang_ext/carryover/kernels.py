@@ -29,8 +29,11 @@ def _mark_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_all_rows(hidden: Tensor, commit_lens: Tensor, verify_width: int, embedding: Tensor) -> tuple[Tensor, Tensor]:
-    """``rows.write_all_rows`` in one launch; ``hidden`` [>= bs * W, D] has contiguous rows."""
+    """``rows.write_all_rows`` in one launch; ValueError where ``hidden`` [>= bs * W, D] has too few rows."""
     rows, size = commit_lens.shape[0] * verify_width, hidden.shape[1]
+    if hidden.shape[0] < rows:
+        raise ValueError(f"{commit_lens.shape[0]} requests of {verify_width} rows need more than {hidden.shape[0]}.")
+    hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     marked, write_lens = hidden.new_empty(rows, size), commit_lens.new_empty(commit_lens.shape)
     block = min(triton.next_power_of_2(size), _COLUMNS)
     if rows:

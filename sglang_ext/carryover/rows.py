@@ -101,15 +101,19 @@ def write_all_rows(
 class CarryState:
     """One integer per request slot: the committed length before the slot's last decode round.
 
-    Kept on the device for the draft and mirrored on the host for attention backends that plan there. Every
-    update must be issued on the stream that runs the forwards, in their order. Row 0 belongs to padding and
-    never holds a round.
+    Kept on the device for the draft and mirrored on the host for attention backends that plan there, as int32:
+    a length is far below 2^31. Every update must be issued on the stream that runs the forwards, in their order.
+    Row 0 belongs to padding and never holds a round.
     """
 
     def __init__(self, slots: int, device: torch.device | str) -> None:
-        self.previous = torch.full((slots,), NO_ROUND, dtype=torch.int64, device=device)
-        self.previous_cpu = torch.full((slots,), NO_ROUND, dtype=torch.int64)
+        self.previous = torch.full((slots,), NO_ROUND, dtype=torch.int32, device=device)
+        self.previous_cpu = torch.full((slots,), NO_ROUND, dtype=torch.int32)
         self.tenant = torch.full((slots,), NO_ROUND, dtype=torch.int64)
+
+    def bytes_per_slot(self) -> tuple[int, int]:
+        """What a request slot takes on the device and on the host."""
+        return self.previous.element_size(), self.previous_cpu.element_size() + self.tenant.element_size()
 
     def forget(self, slots: torch.Tensor, slots_cpu: torch.Tensor) -> None:
         """Drop what these slots carry ([n] int64 on the device, and the same on the host)."""
@@ -128,12 +132,12 @@ class CarryState:
         """Start a decode round: return each slot's previous length [bs] and store the present one."""
         slots = slots.to(torch.int64)
         previous = self.previous[slots]
-        self.previous.index_copy_(0, slots, committed.to(torch.int64))
+        self.previous.index_copy_(0, slots, committed.to(self.previous.dtype))
         return previous
 
     def advance_cpu(self, slots_cpu: torch.Tensor, committed_cpu: torch.Tensor) -> torch.Tensor:
         """The same on the host mirror; the lengths must be exact, not bounds."""
         slots_cpu = slots_cpu.to(torch.int64)
         previous = self.previous_cpu[slots_cpu]
-        self.previous_cpu.index_copy_(0, slots_cpu, committed_cpu.to(torch.int64))
+        self.previous_cpu.index_copy_(0, slots_cpu, committed_cpu.to(self.previous_cpu.dtype))
         return previous

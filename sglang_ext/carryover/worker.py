@@ -17,7 +17,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
-from sglang_ext.carryover.rows import CarryState, carried_rows, draft_slots, write_all_rows
+from sglang_ext.carryover.draft_model import write_all_rows
+from sglang_ext.carryover.rows import CarryState, carried_rows, draft_slots
 from sglang_ext.compat import check_draft_runner, rebind_block
 from sglang_ext.errors import refusal_ends_process
 from sglang_ext.settings import carried_rows_limit, oracle_log, rounds_folder
@@ -64,11 +65,13 @@ class CarryMixin:
         verify_width, query_width = self.carry_widths()
         trained = bool(self.draft_model.carryover_embedding.detach().any())
         logger.info(
-            "Carryover is on: up to %s of %s verified rows are carried, draft block of %s rows, embedding %s.",
+            "Carryover is on: up to %s of %s verified rows are carried, draft block of %s rows, embedding %s; beside "
+            "SGLang's memory %s bytes a request slot on the device and %s on the host.",
             verify_width - 1 if self._limit is None else min(self._limit, verify_width - 1),
             verify_width,
             query_width,
             "trained" if trained else "zero (untrained: expect less acceptance, not more)",
+            *self.carry.bytes_per_slot(),
         )
 
     def _attach_observers(self) -> None:

@@ -114,6 +114,13 @@ class StateReader(nn.Module):
         """[L, HV, r_v, r_k]: one anchor's reduced states on this rank."""
         return (*self.value_down.shape[:3], self.key_down.shape[2])
 
+    def bytes_per_request(self, rows: int) -> int:
+        """Most bytes that a running request takes: reduced states, and a layer's queries and reads for its rows."""
+        sources, heads, rank_v, rank_k = self.reduced_shape()
+        query = self.reads[0].get_parameter("query")
+        asked = rows * sources * (query.shape[1] * rank_k + heads * rank_v)
+        return 4 * sources * heads * rank_v * rank_k + query.element_size() * asked
+
     def reduce(self, states: Tensor) -> Tensor:
         """Reduced states M^ [N, L, HV, r_v, r_k] (float32) of the states [N, L, HV, V, K] of N anchors."""
         expected = (*self.value_down.shape[:2], self.value_down.shape[-1], self.key_down.shape[-1])

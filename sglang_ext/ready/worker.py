@@ -37,12 +37,14 @@ class ReadMixin:
             logger.warning("The reader is fed %s states, a control: expect less acceptance.", control)
         if get_parallel().tp_rank == 0:
             logger.info(
-                "ReaDy is on: draft layers %s read the states of target layers %s through ranks %s and %s, output %s.",
+                "ReaDy is on: draft layers %s read the states of target layers %s through ranks %s and %s, output %s; "
+                "beside SGLang's memory at most %s bytes a running request.",
                 list(model.state_reader.layers),
                 list(model.ready_config.source_layers),
                 model.ready_config.rank_k,
                 model.ready_config.rank_v,
                 "trained" if any(read.out.any() for read in model.state_reader.reads) else "zero (untrained)",
+                model.state_reader.bytes_per_request(int(worker.query_token_num)),
             )
 
     def forward_batch_generation(

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import torch
 from sglang_ext.carryover import kernels, rows
@@ -35,3 +37,21 @@ def test_the_kernel_equals_the_plain_form() -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT], env=env, cwd=root, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.split() == ["equal"]
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("lens", ["*i32", "*i64"])
+def test_the_kernel_compiles_for_hopper_and_blackwell(capability: int, lens: str) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sglang_ext.carryover import kernels
+
+    types = dict.fromkeys(("hidden", "embedding", "marked"), "*bf16")
+    types |= {"commit_lens": lens, "write_lens": lens, "width": "i32", "stride_row": "i32"}
+    shape = {"D": 25600, "BD": 2048}
+    signature = {name: types.get(name, "constexpr") for name in kernels._mark_kernel.arg_names}
+    source = ASTSource(fn=kernels._mark_kernel, signature=signature, constexprs=shape)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    assert f"sm_{capability}" in made.asm["ptx"] and len(made.asm["cubin"]) > 1000

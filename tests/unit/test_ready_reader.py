@@ -172,3 +172,9 @@ def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         alone = reader.read(hidden, reader.reduce(states))
     assert (torch.from_numpy(np.load(tmp_path / "delta.npy")) - alone).abs().max() < 1e-4
+
+
+def test_the_memory_of_a_running_request_at_the_shape_of_a_27b_target() -> None:
+    reader = StateReader(ReadyConfig((30, 62), 48, 128, 128, rank_k=8, rank_v=8), 64, 5)
+    reader.reads.bfloat16()
+    assert reader.bytes_per_request(7) == 4 * 96 * 64 + 2 * 7 * 96 * 16 < 64 * 1024

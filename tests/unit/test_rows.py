@@ -78,6 +78,7 @@ def test_state_follows_tenants_and_mirrors_the_host() -> None:
     state.forget(torch.tensor([2]), torch.tensor([2]))
     assert state.previous.tolist() == [NO_ROUND, NO_ROUND, NO_ROUND, NO_ROUND, 22]
     assert state.previous_cpu.tolist() == state.previous.tolist()
+    assert sum(state.bytes_per_slot()) == 16
 
 
 class Pool:
