@@ -107,7 +107,7 @@ def _line(row: dict[str, Any]) -> str:
         "not timed: wrong" if not row["correct"] else "{median_us:8.2f} us ({low_us:.2f}-{high_us:.2f})".format(**row)
     )
     share = "" if row["bandwidth_share"] is None else f" {row['bandwidth_share']:6.1%} of copy bandwidth"
-    return "{operator:14} {variant:26} batch {batch:3} rank {rank:3}: ".format(**row) + time + share
+    return "{operator:14} {variant:33} batch {batch:3} rank {rank:3}: ".format(**row) + time + share
 
 
 def _measure(shape: Shape, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -129,18 +129,31 @@ def _measure(shape: Shape, args: argparse.Namespace) -> Iterator[dict[str, Any]]
 
 
 def _tunings(base: Any) -> Iterable[Any]:
-    for precision in ("tf32x3", "ieee"):
-        for rows, stages, warps in (
-            (128, 1, 8), (128, 1, 4), (64, 1, 8), (64, 1, 4), (64, 2, 4), (64, 2, 8), (32, 2, 4), (32, 2, 8),
-            (32, 3, 4), (32, 4, 4), (32, 4, 8), (16, 4, 4), (16, 8, 4), (16, 8, 2), (32, 4, 2),
-        ):  # fmt: skip
-            if precision == "tf32x3" or (rows, stages, warps) in ((128, 1, 8), (32, 2, 8), (32, 4, 4)):
-                yield replace(base, rows=rows, stages=stages, warps=warps, precision=precision)
+    """What is served first; then tiles, stages and warps, and for the best tiles what else could hide the loads."""
+    yield base
+    for rows, stages, warps in (
+        (64, 1, 2), (64, 1, 8), (64, 2, 4), (128, 1, 8), (128, 1, 4), (32, 1, 1), (32, 1, 2), (32, 1, 4), (32, 2, 2),
+        (32, 2, 4), (32, 3, 4), (32, 4, 2), (32, 4, 4), (16, 1, 1), (16, 1, 2), (16, 4, 2), (16, 8, 4),
+    ):  # fmt: skip
+        yield replace(base, rows=rows, stages=stages, warps=warps)
+    for rows, warps in ((64, 4), (32, 2), (32, 4)):
+        yield replace(base, rows=rows, warps=warps, eviction="evict_first")
+        for registers in (64, 96, 128):
+            yield replace(base, rows=rows, warps=warps, registers=registers)
+    for rows, stages, warps in (
+        (128, 1, 8), (128, 1, 4), (64, 1, 4), (64, 1, 8), (64, 2, 4), (32, 1, 2), (32, 1, 4), (32, 4, 4), (16, 8, 4),
+    ):  # fmt: skip
+        yield replace(base, rows=rows, stages=stages, warps=warps, precision="sums")
+    yield replace(base, warps=4, precision="sums", eviction="evict_first")
+    for rows, stages, warps in ((128, 1, 8), (32, 4, 4)):
+        yield replace(base, rows=rows, stages=stages, warps=warps, precision="ieee")
+    yield replace(base, early=True)
 
 
 def _name(tuning: Any) -> str:
-    early = ", early" if tuning.early else ""
-    return f"{tuning.precision} {tuning.rows}x{tuning.stages} w{tuning.warps}{early}"
+    more = ", evict first" * bool(tuning.eviction) + ", early" * tuning.early
+    more += f", {tuning.registers} registers" if tuning.registers else ""
+    return f"{tuning.precision} {tuning.rows}x{tuning.stages} w{tuning.warps}{more}"
 
 
 def _row(
@@ -292,8 +305,9 @@ class _Reader:
             yield _row(operator, variant, batch, self.rank, size, error, tolerance, calls, repeats)
 
     def fused(self, batch: int, repeats: int, tuning: Any, name: str) -> Iterator[dict[str, Any]]:
-        """The one launch in another tuning; nothing where the GPU has not the shared memory for it."""
-        from triton.runtime.errors import OutOfResources
+        """The one launch in another tuning; nothing where it needs more than the GPU has or the compiler refuses it."""
+        from triton.compiler.errors import CompilationError
+        from triton.runtime.errors import OutOfResources, PTXASError
 
         from sglang_ext.ready import kernels
 
@@ -307,7 +321,8 @@ class _Reader:
 
         try:
             error = _error(call(slots[0]), expected)
-        except OutOfResources:
+        except (OutOfResources, CompilationError, PTXASError) as refusal:
+            print(f"tuning {name} at batch {batch}: {type(refusal).__name__}", flush=True)
             return
         calls = [_bound(call, at) for at in slots]
         yield _row("tuning", name, batch, self.rank, size, error, TOLERANCE["bfloat16"], calls, repeats)

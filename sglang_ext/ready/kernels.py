@@ -27,7 +27,7 @@ def _reduced(  # type: ignore[no-untyped-def]
     stride_layer, stride_slot, stride_head, stride_value, stride_key, eps,
     HEADS: tl.constexpr, V: tl.constexpr, K: tl.constexpr, RV: tl.constexpr, RK: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BRV: tl.constexpr, BRK: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
     """M^ [BRV, BRK] of one request, source and head: M = P S U^T, tile by tile along V, then M / rms(M)."""
     slot = tl.load(state_slots + tl.load(request_slots + request)).to(tl.int64)
@@ -42,18 +42,24 @@ def _reduced(  # type: ignore[no-untyped-def]
         row = start + v
         places = state + row[:, None] * stride_value + k[None, :] * stride_key
         if V % BV == 0 and K == BK:  # wide copies, without a mask
-            tile = tl.load(places).to(tl.float32)
+            tile = tl.load(places, eviction_policy=EVICTION).to(tl.float32)
         else:
-            tile = tl.load(places, mask=(row[:, None] < V) & (k[None, :] < K), other=0.0).to(tl.float32)
-        p = tl.load(
-            value_down + (at * RV + rv[:, None]) * V + row[None, :],
-            mask=(rv[:, None] < RV) & (row[None, :] < V), other=0.0,
-        )  # fmt: skip
-        down += tl.dot(p, tile, input_precision=PRECISION)
+            inside = (row[:, None] < V) & (k[None, :] < K)
+            tile = tl.load(places, mask=inside, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+        if PRECISION == "sums":  # no change of layout between load and product; a sum for each of a few ranks
+            for r in tl.static_range(RV):
+                p = tl.load(value_down + (at * RV + r) * V + row, mask=row < V, other=0.0)
+                down += tl.where(rv[:, None] == r, tl.sum(tile * p[:, None], axis=0)[None, :], 0.0)
+        else:
+            p = tl.load(
+                value_down + (at * RV + rv[:, None]) * V + row[None, :],
+                mask=(rv[:, None] < RV) & (row[None, :] < V), other=0.0,
+            )  # fmt: skip
+            down += tl.dot(p, tile, input_precision=PRECISION)
     u = tl.load(
         key_down + (at * RK + rk[None, :]) * K + k[:, None], mask=(rk[None, :] < RK) & (k[:, None] < K), other=0.0
     )
-    reduced = tl.dot(down, u, input_precision=PRECISION)
+    reduced = tl.dot(down, u, input_precision="tf32x3" if PRECISION == "sums" else PRECISION)
     mean = tl.sum(tl.sum(reduced * reduced, axis=1), axis=0) / (RV * RK)
     return reduced * tl.rsqrt(mean + eps)
 
@@ -64,14 +70,14 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     stride_layer, stride_slot, stride_head, stride_value, stride_key, eps,
     HEADS: tl.constexpr, V: tl.constexpr, K: tl.constexpr, RV: tl.constexpr, RK: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BRV: tl.constexpr, BRK: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
     """M^ of one request, source and head, stored: where several draft layers read it."""
     request, source, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     reduced = _reduced(
         temporal, state_slots, request_slots, layers, value_down, key_down, request, source, head,
         stride_layer, stride_slot, stride_head, stride_value, stride_key, eps,
-        HEADS, V, K, RV, RK, BV, BK, BRV, BRK, STAGES, PRECISION,
+        HEADS, V, K, RV, RK, BV, BK, BRV, BRK, STAGES, PRECISION, EVICTION,
     )  # fmt: skip
     rv, rk = tl.arange(0, BRV), tl.arange(0, BRK)
     place = (request * tl.num_programs(1) + source) * HEADS + head
@@ -85,14 +91,14 @@ def _read_states_kernel(  # type: ignore[no-untyped-def]
     stride_layer, stride_slot, stride_head, stride_value, stride_key, eps, rows,
     HEADS: tl.constexpr, QUERY_HEADS: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     RV: tl.constexpr, RK: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BRV: tl.constexpr, BRK: tl.constexpr,
-    BROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    BROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EVICTION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """M^ of one request, source and head, and what all rows of the request's block read from it."""
     request, source, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     reduced = _reduced(
         temporal, state_slots, request_slots, layers, value_down, key_down, request, source, head,
         stride_layer, stride_slot, stride_head, stride_value, stride_key, eps,
-        HEADS, V, K, RV, RK, BV, BK, BRV, BRK, STAGES, PRECISION,
+        HEADS, V, K, RV, RK, BV, BK, BRV, BRK, STAGES, PRECISION, EVICTION,
     )  # fmt: skip
     if EARLY:  # launched before the kernel in front has ended, whose result the queries are; the states are older
         tl.extra.cuda.gdc_wait()
@@ -104,7 +110,7 @@ def _read_states_kernel(  # type: ignore[no-untyped-def]
         mask=(row[:, None] < rows) & (rk[None, :] < RK), other=0.0,
     ).to(tl.float32)  # fmt: skip
     q = q / tl.maximum(tl.sqrt(tl.sum(q * q, axis=1)), eps)[:, None]
-    read = tl.dot(q, tl.trans(reduced), input_precision=PRECISION)
+    read = tl.dot(q, tl.trans(reduced), input_precision="tf32x3" if PRECISION == "sums" else PRECISION)
     place = out + (((request * rows + row[:, None]) * sources + source) * HEADS + head) * RV + rv[None, :]
     tl.store(place, read.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (rv[None, :] < RV))
 
@@ -142,13 +148,16 @@ def _read_kernel(  # type: ignore[no-untyped-def]
 class Tuning:
     """How the states are loaded and multiplied: measured with ``sglang-ext bench kernels`` (docs/performance.md).
 
-    ``tf32x3`` is three products on tensor cores that keep float32's precision; ``ieee`` is plain float32.
+    ``tf32x3`` is three products on tensor cores that keep float32's precision, ``ieee`` plain float32; ``sums`` takes
+    the first product as a sum over the rows for each rank, in plain float32, where the rows lie.
     """
 
     rows: int = 64  # of a state, a tile
     stages: int = 1  # tiles under way
     warps: int = 4
-    precision: Literal["tf32x3", "ieee"] = "tf32x3"
+    precision: Literal["tf32x3", "ieee", "sums"] = "tf32x3"
+    eviction: Literal["", "evict_first"] = ""  # what the cache does with the states
+    registers: int | None = None  # at most, a thread: fewer let more programs run at once
     early: bool = False  # programmatic dependent launch: load the states while the kernel in front still runs
 
     def sides(self, value_down: Tensor, key_down: Tensor) -> dict[str, Any]:
@@ -158,7 +167,8 @@ class Tuning:
         return {
             "HEADS": heads, "V": value_dim, "K": key_dim, "RV": rank_v, "RK": rank_k,
             "BV": min(_side(value_dim), self.rows), "BK": _side(key_dim), "BRV": _side(rank_v), "BRK": _side(rank_k),
-            "STAGES": self.stages, "PRECISION": self.precision, "num_warps": self.warps,
+            "STAGES": self.stages, "PRECISION": self.precision, "EVICTION": self.eviction, "num_warps": self.warps,
+            **({} if self.registers is None else {"maxnreg": self.registers}),
         }  # fmt: skip
 
 

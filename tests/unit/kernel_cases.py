@@ -26,12 +26,16 @@ CASES: dict[str, dict[str, Any]] = {
     "full-rank": {**SQUARE, "rank_k": 32, "rank_v": 32},
     "bf16-states": {**SQUARE, "state_dtype": torch.bfloat16},
     "bf16-queries": {**SQUARE, "query_dtype": torch.bfloat16},
+    "tuned-sums": {**SQUARE, "value_dim": 128, "key_dim": 128, "tuning": {"precision": "sums", "rows": 32}},
+    "tuned-odd": {**SMALL, "tuning": {"precision": "sums", "eviction": "evict_first"}},
 }
 LARGE = {"value_heads": 48, "value_dim": 128, "key_dim": 128, "rank_k": 8, "rank_v": 8, "query_dtype": torch.bfloat16}
 
 
 @torch.no_grad()
-def compare(device: str, state_dtype: Any = None, query_dtype: Any = None, **shape: Any) -> dict[str, float]:
+def compare(
+    device: str, state_dtype: Any = None, query_dtype: Any = None, tuning: Any = None, **shape: Any
+) -> dict[str, float]:
     """Largest differences of the kernels from the plain forms, and what a transposed state would differ by."""
     generator = torch.Generator().manual_seed(0)
     config = ReadyConfig(source_layers=(0, 2), **shape)
@@ -47,12 +51,13 @@ def compare(device: str, state_dtype: Any = None, query_dtype: Any = None, **sha
     reader.to(device)
     expected = reader.reduce(states.gather(request_slots))
     layers = torch.tensor(states.layers, device=device)
-    reduced = kernels.reduce_states(states, layers, request_slots, reader.value_down, reader.key_down)
+    how = kernels.Tuning(**tuning or {})
+    reduced = kernels.reduce_states(states, layers, request_slots, reader.value_down, reader.key_down, how)
     query_heads = 1 if config.query == "source" else config.value_heads
     queries = torch.randn(5, 7, 2, query_heads, config.rank_k, generator=generator)
     queries = queries.to(device, query_dtype or torch.float32)
     reads = kernels.read_reduced(queries, expected)
-    fused = kernels.read_states(states, layers, request_slots, reader.value_down, reader.key_down, queries)
+    fused = kernels.read_states(states, layers, request_slots, reader.value_down, reader.key_down, queries, how)
     hidden = torch.randn(5, 7, 16, generator=generator).to(device)
     delta = reader.read(hidden, reduced, 0, kernels.read_reduced)
     wanted = read_reduced(queries, expected).to(queries.dtype).float()
