@@ -1,7 +1,8 @@
 """Start the engines of ``engines.py`` in the background, several at a time, and record what a run was.
 
 Environment: ``SGLANG_EXT_GPU_JOBS`` engines at once (default 4), ``SGLANG_EXT_GPU_FOLDER`` keeps logs and the record
-(default ``build/gpu-tests``), ``SGLANG_EXT_GPU_TIMEOUT`` seconds for one engine (default 420).
+(default ``build/gpu-tests``), ``SGLANG_EXT_GPU_TIMEOUT`` seconds for one engine (default 420),
+``SGLANG_EXT_GPU_SECONDS`` for all of them (default 3600), after which the tests whose engine was not reached fail so.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ sys.path.append(str(ROOT / "tests" / "gpu"))
 import harness  # noqa: E402
 import rounds_dump  # noqa: E402
 import state_dump  # noqa: E402
+import target_reference  # noqa: E402
 from engines import BASE, ENGINES, FP32_ENVIRONMENT, HYBRID, MODELS, Engine  # noqa: E402
 
 from sglang_ext.settings import ORACLE_LOG  # noqa: E402
@@ -40,6 +42,7 @@ DEVICE = os.environ.get("SGLANG_EXT_GPU_DEVICE", "cuda")  # "cpu" tries the plum
 FOLDER = Path(os.environ.get("SGLANG_EXT_GPU_FOLDER", ROOT / "build" / "gpu-tests"))
 JOBS = int(os.environ.get("SGLANG_EXT_GPU_JOBS", "4"))
 TIMEOUT = float(os.environ.get("SGLANG_EXT_GPU_TIMEOUT", "420"))
+SECONDS = float(os.environ.get("SGLANG_EXT_GPU_SECONDS", "3600"))
 CPU_FLAGS = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True, "dtype": "float32"}
 
 
@@ -54,9 +57,11 @@ class Engines:
         self.waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.models: dict[str, Path] = {}
         self.threads: list[threading.Thread] = []
+        self.end = time.monotonic() + SECONDS
 
     def start(self, names: list[str]) -> None:
         """Queue these engines; returns at once."""
+        target_reference.start()
         self.models = _models(self.folder)
         for name in names:
             self.waiting.put(name)
@@ -72,6 +77,8 @@ class Engines:
             except queue.Empty:
                 return
             started = time.monotonic()
+            if self.end - started < 20:
+                return
             try:
                 self.results[name] = self._run(name, ENGINES[name])
             except (AssertionError, OSError) as error:
@@ -102,7 +109,7 @@ class Engines:
         flags = {key: value for key, value in flags.items() if value is not None}
         return harness.run_job(
             "generate",
-            timeout=TIMEOUT,
+            timeout=min(TIMEOUT, self.end - time.monotonic()),
             env=env,
             log=folder / "log",
             device=DEVICE,
@@ -112,8 +119,10 @@ class Engines:
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         """What an engine generated, once it has; its failure is the test's."""
-        if not self.done[name].wait(timeout=1800):
-            raise AssertionError(f"engine {name} was never run")
+        if not self.done[name].wait(timeout=max(0.0, self.end - time.monotonic())):
+            raise AssertionError(
+                f"not reached: engine {name} had not ended when the {SECONDS:.0f} s of the run were up"
+            )
         result = self.results[name]
         if isinstance(result, Exception):
             raise AssertionError(str(result))
@@ -174,22 +183,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = names_of(item)
         if not names:
             continue
-        item.add_marker(pytest.mark.timeout(1800))  # it may wait for other engines first
+        item.add_marker(pytest.mark.timeout(SECONDS + 600))  # it may wait for other engines first
         gpus = max(ENGINES[name].gpus for name in names)
         if DEVICE == "cuda" and gpus > GPUS:
             have = f"this machine has {GPUS or 'none'}"
             item.add_marker(pytest.mark.skip(reason=f"needs {gpus} CUDA device{'s' * (gpus > 1)}; {have}"))
+    # In the order in which their engines end, so that no test waits while another could run.
+    order = {name: place for place, name in enumerate(ENGINES)}
+    items.sort(key=lambda item: max((order[name] for name in _wanted(item)), default=-1))
 
 
-@pytest.fixture(scope="session")
+def _wanted(item: pytest.Item) -> list[str]:
+    skipped = any(marker.name == "skip" for marker in item.iter_markers())
+    return names_of(item) if "gpu" in item.path.parts and not skipped else []
+
+
+@pytest.fixture(scope="session", autouse=True)
 def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
-    """All engines that the selected tests want, started in the order of the table."""
-    wanted: set[str] = set()
-    for item in request.session.items:
-        if "gpu" in item.path.parts and not any(marker.name == "skip" for marker in item.iter_markers()):
-            wanted |= set(names_of(item))
-    # Engines on one GPU first and elsewhere than the two of a pair would have to wait for each other.
-    _ENGINES.start([name for name in ENGINES if name in wanted])
+    """All engines that the selected tests want, started in the order of the table before the first test runs."""
+    wanted = {name for item in request.session.items for name in _wanted(item)}
+    if wanted:
+        _ENGINES.start([name for name in ENGINES if name in wanted])
     yield _ENGINES
     while not _ENGINES.waiting.empty():
         _ENGINES.waiting.get_nowait()

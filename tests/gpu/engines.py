@@ -29,20 +29,23 @@ PROMPTS = [
 ]
 CONCURRENT = 48
 ABORTED = (3, 11, 17, 29, 40)
-# Fresh prompts; their conversations going on (radix hits on what decoding committed); more requests of several lengths
-# than the 32 slots, with some aborted on the way; new tenants of the slots they left.
+ALONE = 4
+# One request after the other, so that every engine sees the same batches; then fresh prompts; their conversations going
+# on (radix hits on what decoding committed); more requests of several lengths than the 32 slots, with some aborted on
+# the way; new tenants of the slots they left.
 CHURN: list[dict[str, Any]] = [
+    *({"generate": [f"alone {index}: {PROMPTS[index]}"], "sampling": GREEDY} for index in range(ALONE)),
     {"generate": PROMPTS, "sampling": GREEDY},
-    {"go_on": 0, "sampling": {**GREEDY, "max_new_tokens": 16}},
+    {"go_on": ALONE, "sampling": {**GREEDY, "max_new_tokens": 16}},
     {
         "generate": [f"{index}: {PROMPTS[index % len(PROMPTS)]} and more" for index in range(CONCURRENT)],
         "sampling": [{**GREEDY, "max_new_tokens": 16 + 4 * (index % 6)} for index in range(CONCURRENT)],
         "abort": list(ABORTED),
-        "stagger": 0.01,
+        "stagger": 0.003,
     },
     {"generate": [f"{text} again" for text in PROMPTS], "sampling": GREEDY},
 ]
-FEW = CHURN[:2]
+FEW = CHURN[: ALONE + 2]
 
 BASE: dict[str, Any] = {
     "device": "cuda",
@@ -56,10 +59,11 @@ BASE: dict[str, Any] = {
     "max_running_requests": 32,
     "context_length": 512,
     "disable_prefill_cuda_graph": True,
-    "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 24, 32],
+    # Few sizes: each takes seconds to capture, and the sizes between are padded, as in service.
+    "cuda_graph_bs_decode": [1, 8, 32],
     "log_level": "info",
 }
-HYBRID = {"max_running_requests": 16, "max_mamba_cache_size": 96, "cuda_graph_bs_decode": [1, 2, 4, 8, 16]}
+HYBRID = {"max_running_requests": 16, "max_mamba_cache_size": 96, "cuda_graph_bs_decode": [1, 4, 16]}
 EAGER = {"disable_cuda_graph": True}
 FP32_ENVIRONMENT = {"TRITON_F32_DEFAULT": "ieee", "SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
 
@@ -91,52 +95,54 @@ def _carryover(kind: str, target: str = "tiny-dense", **settings: Any) -> Engine
 _checked = functools.partial(_carryover, oracle=True, rounds=True)
 _ready = functools.partial(Engine, "tiny-hybrid", "ready", "READY", oracle=True, states=True)
 
-# In the order in which they start: what the ladder of smoke tests wants first.
+_trained = functools.partial(_carryover, target="dense", rounds=True)
+
+
+def _backend(kind: str, backend: str, **flags: Any) -> Engine:
+    return _trained(kind, flags={"attention_backend": backend, **flags})
+
+
+# In the order in which they start: first those that compile longest, then what most tests wait for.
 ENGINES: dict[str, Engine] = {
-    "dspark": Engine("tiny-dense", "dspark", "DSPARK", rounds=True),
-    "carryover-dspark-eager": _checked("dspark", flags=EAGER),
-    "carryover-dspark": _checked("dspark"),
-    "ready-eager": _ready(flags={**EAGER, "disable_overlap_schedule": True}),
-    "ready": _ready(),
-    "carryover-dflash": _checked("dflash"),
-    "plain": Engine("tiny-dense"),
-    "plain-hybrid": Engine("tiny-hybrid"),
-    "carryover-dspark-off": _carryover("dspark", env={CARRIED_ROWS_LIMIT: "0"}, rounds=True),
-    "dflash": Engine("tiny-dense", "dflash", "DFLASH", rounds=True),
-    "carryover-dflash-off": _carryover("dflash", env={CARRIED_ROWS_LIMIT: "0"}, rounds=True),
-    "carryover-dflash-eager": _checked("dflash", flags=EAGER),
-    "hybrid-dspark": Engine("tiny-hybrid", "dspark", "DSPARK", rounds=True),
-    "ready-zero": Engine("tiny-hybrid", "ready-zero", "READY", rounds=True),
-    "ready-carryover": Engine("tiny-hybrid", "ready-carryover", "READY_CARRYOVER", oracle=True, states=True),
-    "trained-plain": Engine("dense"),
-    **{
-        f"trained-{kind}-{backend}": _carryover(
-            kind, "dense", flags={"attention_backend": backend}, rounds=True, steps=CHURN
-        )
-        for backend in ("triton", "fa3", "flashinfer")
-        for kind in ("dspark", "dflash")
-    },
-    "page-16": _checked("dspark", flags={"page_size": 16}),
-    "page-64": _checked("dflash", flags={"page_size": 64}),
-    "no-overlap-mixed-chunk": _checked(
-        "dspark", flags={"disable_overlap_schedule": True, "chunked_prefill_size": 32, "enable_mixed_chunk": True}
-    ),
-    "chunked-prefill-page-16": _checked("dflash", flags={"chunked_prefill_size": 32, "page_size": 16}),
-    "retraction": _checked("dspark", flags={"max_total_tokens": 1024}, env={"SGLANG_TEST_RETRACT": "1"}),
-    "fa3-page-64": _carryover("dspark", "dense", flags={"attention_backend": "fa3", "page_size": 64}, rounds=True),
-    "flashinfer-page-16": _carryover(
-        "dflash", "dense", flags={"attention_backend": "flashinfer", "page_size": 16}, rounds=True
-    ),
-    "two-gpus-carryover": _carryover("dspark", "dense", flags={"tp_size": 2}, rounds=True, steps=FEW, gpus=2),
-    "two-gpus-ready": Engine("tiny-hybrid", "ready", "READY", flags={"tp_size": 2}, rounds=True, steps=FEW, gpus=2),
-    "one-gpu-ready": Engine("tiny-hybrid", "ready", "READY", rounds=True, steps=FEW),
-    "defaults": _carryover(
+    "trained-dflash-flashinfer": _backend("dflash", "flashinfer"),
+    "trained-dspark-flashinfer": _backend("dspark", "flashinfer"),
+    "defaults": _trained(
         "dspark",
-        "dense",
         # What SGLang chooses: fa3, graphs for prefills too, its own batch sizes, FlashInfer's sampling.
         flags=dict.fromkeys(
             ("attention_backend", "sampling_backend", "disable_prefill_cuda_graph", "cuda_graph_bs_decode")
         ),
-        rounds=True,
     ),
+    "carryover-dspark": _checked("dspark"),
+    "ready": _ready(),
+    "plain": Engine("tiny-dense"),
+    "carryover-dspark-eager": _checked("dspark", flags=EAGER),
+    "trained-plain": Engine("dense"),
+    "trained-dspark-fa3": _backend("dspark", "fa3"),
+    "trained-dflash-fa3": _backend("dflash", "fa3"),
+    "carryover-dflash": _checked("dflash"),
+    "retraction": _checked("dspark", flags={"max_total_tokens": 1024}, env={"SGLANG_TEST_RETRACT": "1"}),
+    "page-16": _checked("dspark", flags={"page_size": 16}),
+    "no-overlap-mixed-chunk": _checked(
+        "dspark", flags={"disable_overlap_schedule": True, "chunked_prefill_size": 32, "enable_mixed_chunk": True}
+    ),
+    "plain-hybrid": Engine("tiny-hybrid"),
+    "ready-eager": _ready(flags={**EAGER, "disable_overlap_schedule": True}),
+    "chunked-prefill-page-16": _checked("dflash", flags={"chunked_prefill_size": 32, "page_size": 16}),
+    "page-64": _checked("dflash", flags={"page_size": 64}),
+    "trained-dspark-triton": _backend("dspark", "triton"),
+    "trained-dflash-triton": _backend("dflash", "triton"),
+    "dspark": Engine("tiny-dense", "dspark", "DSPARK", rounds=True),
+    "carryover-dspark-off": _carryover("dspark", env={CARRIED_ROWS_LIMIT: "0"}, rounds=True),
+    "ready-carryover": Engine("tiny-hybrid", "ready-carryover", "READY_CARRYOVER", oracle=True, states=True),
+    "carryover-dflash-eager": _checked("dflash", flags=EAGER),
+    "hybrid-dspark": Engine("tiny-hybrid", "dspark", "DSPARK", rounds=True),
+    "ready-zero": Engine("tiny-hybrid", "ready-zero", "READY", rounds=True),
+    "dflash": Engine("tiny-dense", "dflash", "DFLASH", rounds=True),
+    "carryover-dflash-off": _carryover("dflash", env={CARRIED_ROWS_LIMIT: "0"}, rounds=True),
+    "fa3-page-64": _backend("dspark", "fa3", page_size=64),
+    "flashinfer-page-16": _backend("dflash", "flashinfer", page_size=16),
+    "one-gpu-ready": Engine("tiny-hybrid", "ready", "READY", rounds=True, steps=FEW),
+    "two-gpus-carryover": _trained("dspark", flags={"tp_size": 2}, steps=FEW, gpus=2),
+    "two-gpus-ready": Engine("tiny-hybrid", "ready", "READY", flags={"tp_size": 2}, rounds=True, steps=FEW, gpus=2),
 }

@@ -1,16 +1,20 @@
-"""What transformers computes of a target on the CPU: a job of its own, so that no GPU kernel is even imported.
+"""What transformers computes of a target on the CPU: in a process of its own, so that no GPU kernel is even imported.
 
-``python -m tests.gpu.target_reference REQUEST ANSWER`` (JSON in, safetensors out).
+``python -m tests.gpu.target_reference`` answers a line REQUEST ANSWER (paths: JSON in, safetensors out) by a line.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,16 +33,31 @@ def compute(
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.safetensors"
         request.write_text(json.dumps({"model": str(model), "sequences": sequences, "layers": layers}))
-        subprocess.run(
-            [sys.executable, "-m", "tests.gpu.target_reference", str(request), str(answer)],
-            cwd=ROOT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-            check=True,
-            timeout=timeout,
-        )
+        server = start()
+        server.stdin.write(f"{request} {answer}\n")
+        server.stdin.flush()
+        if not select.select([server.stdout], [], [], timeout)[0]:
+            server.kill()
+            raise AssertionError(f"the reference computed for more than {timeout:.0f} s")
+        assert server.stdout.readline() == "done\n", "the reference's process has ended; its output says why"
         tensors = load_file(answer)
     count = range(len(sequences))
     return [tensors[f"logits{i}"] for i in count], [tensors[f"states{i}"] for i in count] if layers else []
+
+
+@functools.cache
+def start() -> Any:
+    """The process, which imports and loads each model only once."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.gpu.target_reference"],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(process.kill)
+    return process
 
 
 def plain_torch() -> None:
@@ -50,15 +69,19 @@ def plain_torch() -> None:
         sys.modules[package] = None  # type: ignore[assignment]  # an import of it fails, as if it were not there
 
 
-@torch.no_grad()
-def _main(request: str, answer: str) -> None:
-    from safetensors.torch import save_file
-
-    plain_torch()
+@functools.cache
+def _model(path: str) -> Any:
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def _answer(request: str, answer: str) -> None:
+    from safetensors.torch import save_file
+
     asked = json.loads(Path(request).read_text())
-    model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32).eval()
+    model = _model(asked["model"])
     sequences, layers = asked["sequences"], asked["layers"]
     longest = max(map(len, sequences))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in sequences])
@@ -82,5 +105,15 @@ def _main(request: str, answer: str) -> None:
     save_file(tensors, answer)
 
 
+def _serve() -> None:
+    lines, sys.stdout = sys.stdout, sys.stderr  # nothing else may print between the answers
+    plain_torch()
+    import transformers  # noqa: F401 - while nobody waits for it
+
+    for line in sys.stdin:
+        _answer(*line.split())
+        print("done", file=lines, flush=True)
+
+
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _serve()

@@ -1,4 +1,4 @@
-"""The reader's kernels on a GPU: all cases, the shape of a 27 B target, and a CUDA graph whose slots change."""
+"""The kernels on a GPU: the reader's in all cases and in a CUDA graph whose slots change, the write of Carryover."""
 
 from __future__ import annotations
 
@@ -49,3 +49,27 @@ def test_a_graph_follows_the_slots_in_its_buffer() -> None:
             temporal.mul_(1.5).add_(0.1)  # the pool moves on, at the same address
             graph.replay()
             assert (out - reader.reduce(states.gather(slots))).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [96, 2500, 25600])
+def test_the_carryover_write_equals_its_plain_form(dtype: torch.dtype, width: int) -> None:
+    """Bit for bit, also in a CUDA graph that follows its inputs; rows of a wider tensor, and more than are read."""
+    from sglang_ext.carryover import kernels, rows
+
+    hidden = torch.randn(70, width + 32, device="cuda").to(dtype)[:, :width]
+    embedding = torch.randn(width, device="cuda").to(dtype)
+    for lens in (torch.int32, torch.int64):
+        commits = torch.randint(0, 9, (8,), device="cuda", dtype=lens)
+        kernels.write_all_rows(hidden, commits, 8, embedding)  # compiled before the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = kernels.write_all_rows(hidden, commits, 8, embedding)
+        for new in (commits.clone(), torch.tensor([0, 8, 1, 2, 7, 0, 3, 8], device="cuda")):
+            commits.copy_(new)
+            hidden.mul_(-1)
+            graph.replay()
+            expected = rows.write_all_rows(hidden, commits, 8, embedding)
+            for found in (captured, kernels.write_all_rows(hidden, commits, 8, embedding)):
+                assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+                assert found[1].dtype == lens
