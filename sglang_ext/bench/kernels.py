@@ -132,21 +132,24 @@ def _tunings(base: Any) -> Iterable[Any]:
     """What is served first; then tiles, stages and warps, and for the best tiles what else could hide the loads."""
     yield base
     for rows, stages, warps in (
-        (64, 1, 2), (64, 1, 8), (64, 2, 4), (128, 1, 8), (128, 1, 4), (32, 1, 1), (32, 1, 2), (32, 1, 4), (32, 2, 2),
-        (32, 2, 4), (32, 3, 4), (32, 4, 2), (32, 4, 4), (16, 1, 1), (16, 1, 2), (16, 4, 2), (16, 8, 4),
+        (64, 1, 8), (64, 2, 4), (32, 1, 2), (32, 1, 4), (32, 2, 4), (32, 4, 4), (16, 1, 1), (16, 1, 2), (16, 8, 4),
     ):  # fmt: skip
         yield replace(base, rows=rows, stages=stages, warps=warps)
-    for rows, warps in ((64, 4), (32, 2), (32, 4)):
+    for rows, warps in ((64, 4), (32, 4)):
         yield replace(base, rows=rows, warps=warps, eviction="evict_first")
-        for registers in (64, 96, 128):
-            yield replace(base, rows=rows, warps=warps, registers=registers)
+        yield replace(base, rows=rows, warps=warps, registers=128)
+    sums = replace(base, precision="sums")
     for rows, stages, warps in (
-        (128, 1, 8), (128, 1, 4), (64, 1, 4), (64, 1, 8), (64, 2, 4), (32, 1, 2), (32, 1, 4), (32, 4, 4), (16, 8, 4),
+        (128, 1, 4), (128, 1, 8), (128, 1, 16), (64, 1, 2), (64, 1, 4), (64, 1, 8), (64, 1, 16), (64, 2, 4), (64, 2, 8),
+        (32, 1, 1), (32, 1, 2), (32, 1, 4), (32, 1, 8), (32, 4, 4), (16, 1, 2), (16, 4, 4), (16, 8, 4),
     ):  # fmt: skip
-        yield replace(base, rows=rows, stages=stages, warps=warps, precision="sums")
-    yield replace(base, warps=4, precision="sums", eviction="evict_first")
-    for rows, stages, warps in ((128, 1, 8), (32, 4, 4)):
-        yield replace(base, rows=rows, stages=stages, warps=warps, precision="ieee")
+        yield replace(sums, rows=rows, stages=stages, warps=warps)
+    for rows, warps in ((128, 16), (128, 8), (64, 8), (32, 4)):
+        yield replace(sums, rows=rows, warps=warps, eviction="evict_first")
+    yield replace(sums, rows=128, warps=8, registers=64)
+    yield replace(sums, rows=64, warps=8, registers=64)
+    yield replace(sums, rows=128, warps=16, early=True)
+    yield replace(base, rows=32, warps=4, precision="ieee")
     yield replace(base, early=True)
 
 

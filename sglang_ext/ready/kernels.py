@@ -56,10 +56,16 @@ def _reduced(  # type: ignore[no-untyped-def]
                 mask=(rv[:, None] < RV) & (row[None, :] < V), other=0.0,
             )  # fmt: skip
             down += tl.dot(p, tile, input_precision=PRECISION)
-    u = tl.load(
-        key_down + (at * RK + rk[None, :]) * K + k[:, None], mask=(rk[None, :] < RK) & (k[:, None] < K), other=0.0
-    )
-    reduced = tl.dot(down, u, input_precision="tf32x3" if PRECISION == "sums" else PRECISION)
+    if PRECISION == "sums":
+        reduced = tl.zeros([BRV, BRK], dtype=tl.float32)
+        for r in tl.static_range(RK):
+            u = tl.load(key_down + (at * RK + r) * K + k, mask=k < K, other=0.0)
+            reduced += tl.where(rk[None, :] == r, tl.sum(down * u[None, :], axis=1)[:, None], 0.0)
+    else:
+        u = tl.load(
+            key_down + (at * RK + rk[None, :]) * K + k[:, None], mask=(rk[None, :] < RK) & (k[:, None] < K), other=0.0
+        )
+        reduced = tl.dot(down, u, input_precision=PRECISION)
     mean = tl.sum(tl.sum(reduced * reduced, axis=1), axis=0) / (RV * RK)
     return reduced * tl.rsqrt(mean + eps)
 
@@ -110,7 +116,10 @@ def _read_states_kernel(  # type: ignore[no-untyped-def]
         mask=(row[:, None] < rows) & (rk[None, :] < RK), other=0.0,
     ).to(tl.float32)  # fmt: skip
     q = q / tl.maximum(tl.sqrt(tl.sum(q * q, axis=1)), eps)[:, None]
-    read = tl.dot(q, tl.trans(reduced), input_precision="tf32x3" if PRECISION == "sums" else PRECISION)
+    if PRECISION == "sums":
+        read = tl.sum(q[:, None, :] * reduced[None, :, :], axis=2)
+    else:
+        read = tl.dot(q, tl.trans(reduced), input_precision=PRECISION)
     place = out + (((request * rows + row[:, None]) * sources + source) * HEADS + head) * RV + rv[None, :]
     tl.store(place, read.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (rv[None, :] < RV))
 
@@ -149,7 +158,7 @@ class Tuning:
     """How the states are loaded and multiplied: measured with ``sglang-ext bench kernels`` (docs/performance.md).
 
     ``tf32x3`` is three products on tensor cores that keep float32's precision, ``ieee`` plain float32; ``sums`` takes
-    the first product as a sum over the rows for each rank, in plain float32, where the rows lie.
+    every product as a sum for each rank, in plain float32, where the values lie: for the few ranks of a reader.
     """
 
     rows: int = 64  # of a state, a tile
@@ -164,9 +173,11 @@ class Tuning:
         """Compile-time sizes of both kernels that load states, and their launch options."""
         _, heads, rank_v, value_dim = value_down.shape
         rank_k, key_dim = key_down.shape[2:]
+        least = 1 if self.precision == "sums" else _DOT
         return {
             "HEADS": heads, "V": value_dim, "K": key_dim, "RV": rank_v, "RK": rank_k,
-            "BV": min(_side(value_dim), self.rows), "BK": _side(key_dim), "BRV": _side(rank_v), "BRK": _side(rank_k),
+            "BV": min(_side(value_dim), self.rows), "BK": _side(key_dim),
+            "BRV": _side(rank_v, least), "BRK": _side(rank_k, least),
             "STAGES": self.stages, "PRECISION": self.precision, "EVICTION": self.eviction, "num_warps": self.warps,
             **({} if self.registers is None else {"maxnreg": self.registers}),
         }  # fmt: skip
@@ -225,7 +236,7 @@ def read_states(
     _read_states_kernel[(anchors, sources, heads)](
         states.temporal, states.state_slots, request_slots, layers, value_down, key_down, queries.contiguous(), out,
         *states.temporal.stride(), EPS, rows,
-        QUERY_HEADS=query_heads, BROWS=_side(rows), EARLY=tuning.early,
+        QUERY_HEADS=query_heads, BROWS=_side(rows, 1 if tuning.precision == "sums" else _DOT), EARLY=tuning.early,
         **tuning.sides(value_down, key_down), **launch,
     )  # fmt: skip
     return out
@@ -247,5 +258,5 @@ def read_reduced(queries: Tensor, reduced: Tensor) -> Tensor:
     return out
 
 
-def _side(size: int) -> int:
-    return max(_DOT, triton.next_power_of_2(size))
+def _side(size: int, least: int = _DOT) -> int:
+    return max(least, triton.next_power_of_2(size))

@@ -50,7 +50,8 @@ def test_kernels_compile_for_hopper_and_blackwell(capability: int) -> None:
     reduce_types |= {f"stride_{axis}": "i64" for axis in ("layer", "slot", "head", "value", "key")}
     reduce_shape = {"HEADS": 48, "V": 128, "K": 128, "RV": 8, "RK": 8, "BV": 64, "BK": 128, "BRV": 16, "BRK": 16}
     reduce_shape |= {"STAGES": 1, "PRECISION": "tf32x3", "EVICTION": ""}
-    sums = {"PRECISION": "sums", "EVICTION": "evict_first", "QUERY_HEADS": 48, "BROWS": 16, "EARLY": False}
+    sums = {"PRECISION": "sums", "EVICTION": "evict_first", "QUERY_HEADS": 48, "EARLY": False}
+    sums |= dict.fromkeys(("BRV", "BRK", "BROWS"), 8)
     fused_types = {**reduce_types, "queries": "*bf16", "out": "*bf16", "rows": "i32"}
     read_types = {"queries": "*bf16", "reduced": "*fp32", "out": "*bf16", "rows_per_request": "i32", "eps": "fp32"}
     read_shape = {"HEADS": 48, "QUERY_HEADS": 48, "PAIRS": 96, "RV": 8, "RK": 8, "BP": 64, "BRV": 8, "BRK": 8}
