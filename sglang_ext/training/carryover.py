@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how carried rows are told from committed ones; a projection is for comparison and not exported "
         "(default: %(default)s)",
     )
+    add(
+        "--embedding-start",
+        type=float,
+        default=0.0,
+        help="scale of the embedding at the first step, in units of the features' RMS (default: %(default)s)",
+    )
     drafters.add_run_arguments(parser)
 
 
@@ -39,6 +45,11 @@ def run(args: argparse.Namespace) -> int:
     """Train and export; 0 on success. Raises UsageError for anything that cannot work."""
     from sglang_ext.checkpoints import check, locate, read_contract, read_target
 
+    if args.embedding_start < 0 or (args.embedding_start and args.distinction != "embedding"):
+        raise UsageError(
+            f"--embedding-start {args.embedding_start} starts no embedding: give a positive scale, and leave "
+            "--distinction at embedding."
+        )
     contract, target = read_contract(locate(args.drafter)), read_target(locate(args.target, weights=False))
     check(contract, target)
     if contract.markov_head not in (None, "vanilla"):
@@ -74,9 +85,14 @@ def train(args: argparse.Namespace) -> Any:
     stage = Stage(
         label=f"{shape.kind} drafter {'with' if carry else 'without'} carried rows",
         build=from_checkpoint,
-        trainer=partial(CarryoverTrainer, gamma=settings.gamma, carry=carry),
+        trainer=partial(CarryoverTrainer, gamma=settings.gamma, carry=carry, embedding_start=args.embedding_start),
         carried_rows=shape.block.drafts,
-        record={"drafter": str(args.drafter), "carry": args.carry, "distinction": args.distinction},
+        record={
+            "drafter": str(args.drafter),
+            "carry": args.carry,
+            "distinction": args.distinction,
+            "embedding_start": args.embedding_start,
+        },
         exported=args.distinction != "projection",
     )
     return train_stage(settings, args, stage)

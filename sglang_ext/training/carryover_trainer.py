@@ -27,11 +27,31 @@ from sglang_ext.training.objectives import position_weights
 
 
 class CarryoverTrainer(DrafterTrainer):
-    """Trains second drafts; ``carry=False`` is the control: the same drafts without the rejected rows."""
+    """Trains second drafts; ``carry=False`` is the control: the same drafts without the rejected rows.
 
-    def __init__(self, *args: Any, gamma: float, carry: bool = True, **kwargs: Any) -> None:
+    ``embedding_start`` is the learned embedding's scale at the first step, in units of the features' RMS. Zero starts
+    with rejected rows read as if they were committed, which costs a trained drafter much at first; several times the
+    features start with rows that look alike and are almost ignored.
+    """
+
+    def __init__(
+        self, *args: Any, gamma: float, carry: bool = True, embedding_start: float = 0.0, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.gamma, self.carry = gamma, carry
+        if carry and embedding_start:
+            self._start_embedding(embedding_start)
+
+    @torch.no_grad()
+    def _start_embedding(self, scale: float) -> None:
+        """Draw the embedding; every process measures the same batch and draws the same numbers."""
+        first = self.train_dataset[0]  # type: ignore[index]
+        features, _ = self.features(first["input_ids"].to(self.args.device))
+        written = torch.arange(features.shape[1]) < first["lengths"][:, None]
+        rms = features[written.to(features.device)].float().square().mean().sqrt().item()
+        embedding = self.model.carryover_embedding  # type: ignore[union-attr]
+        generator = torch.Generator().manual_seed(self.args.seed)
+        embedding.copy_(torch.randn(embedding.shape, generator=generator) * scale * rms)
 
     def compute_loss(
         self,
@@ -61,9 +81,11 @@ class CarryoverTrainer(DrafterTrainer):
             packed = pack(inputs, features, last_hidden)
             recorded = {name: value for name, value in packed.items() if name not in ("labels", "weights")}
             proposals = drafter.propose(**recorded)
-            second = second_drafts(self.features, inputs, proposals, self.gamma, recorded_rows)
-        if not self.carry:
-            second = {name: second[name] for name in ("anchors", "labels", "weights")}
+            if self.carry:
+                second = second_drafts(self.features, inputs, proposals, self.gamma, recorded_rows)
+            else:  # where a round leads to is known without the target's rows
+                blocks = second_blocks(inputs, proposals, self.gamma)
+                second = {name: blocks[name] for name in ("anchors", "labels", "weights")}
         outputs: dict[str, Tensor] = model(**{**packed, **second})
         return outputs
 

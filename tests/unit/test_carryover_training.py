@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from sglang_ext.carryover.reference import ReferenceDrafter
 from sglang_ext.checkpoints import check, read_contract, read_target
+from sglang_ext.errors import UsageError
 from sglang_ext.training import carryover
 from sglang_ext.training.batches import AnchorBatches
 from sglang_ext.training.branches import accepted_drafts, verify_branches
@@ -222,6 +223,26 @@ def test_the_stage_learns_and_exports_a_carryover_drafter_or_its_control(
         assert ("carryover_embedding" in weights) == (carry == "on")
     assert load_file(tmp_path / "on" / "model.safetensors")["carryover_embedding"].abs().max() > 0
     assert losses["on"][0] != losses["off"][0]  # the first batch already reads the carried rows
+
+
+def test_the_embedding_starts_at_the_scale_of_the_features(target_path: Path, base: Path, tmp_path: Path) -> None:
+    data = make_tokens(tmp_path / "tokens")
+    first, starts = {}, {}
+    for scale in ("0", "4"):
+        out = tmp_path / scale
+        trainer = carryover.train(
+            stage(target_path, base, data, out, "--embedding-start", scale, "--steps", "1", "--lr", "1e-9")
+        )
+        first[scale] = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+        starts[scale] = load_file(out / "model.safetensors")["carryover_embedding"]
+    with TargetFeatures(load_target(target_path, "cpu", "float32"), shape("dspark").feature_layers) as features:
+        inputs = trainer.train_dataset[0]
+        rows = torch.arange(inputs["input_ids"].shape[1]) < inputs["lengths"][:, None]
+        rms = features(inputs["input_ids"])[0][rows].square().mean().sqrt()
+    assert starts["0"].abs().max() < 1e-6 and first["0"] != first["4"]
+    assert starts["4"].square().mean().sqrt() / rms == pytest.approx(4, rel=0.3)
+    with pytest.raises(UsageError, match="starts no embedding"):
+        carryover.run(stage(target_path, base, data, tmp_path / "wrong", "--embedding-start", "-1"))
 
 
 def test_distinctions_of_the_ablation(target_path: Path, base: Path, tmp_path: Path) -> None:
