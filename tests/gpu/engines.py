@@ -98,14 +98,14 @@ _ready = functools.partial(Engine, "tiny-hybrid", "ready", "READY", oracle=True,
 _trained = functools.partial(_carryover, target="dense", rounds=True)
 
 
-def _backend(kind: str, backend: str, **flags: Any) -> Engine:
-    return _trained(kind, flags={"attention_backend": backend, **flags})
+def _backend(kind: str, backend: str, oracle: bool = False, **flags: Any) -> Engine:
+    return _trained(kind, flags={"attention_backend": backend, **flags}, oracle=oracle)
 
 
 # In the order in which they start: first those that compile longest, then what most tests wait for.
 ENGINES: dict[str, Engine] = {
-    "trained-dflash-flashinfer": _backend("dflash", "flashinfer"),
-    "trained-dspark-flashinfer": _backend("dspark", "flashinfer"),
+    "trained-dflash-flashinfer": _backend("dflash", "flashinfer", oracle=True),
+    "trained-dspark-flashinfer": _backend("dspark", "flashinfer", oracle=True),
     "defaults": _trained(
         "dspark",
         # What SGLang chooses: fa3, graphs for prefills too, its own batch sizes, FlashInfer's sampling.
@@ -118,8 +118,8 @@ ENGINES: dict[str, Engine] = {
     "plain": Engine("tiny-dense"),
     "carryover-dspark-eager": _checked("dspark", flags=EAGER),
     "trained-plain": Engine("dense"),
-    "trained-dspark-fa3": _backend("dspark", "fa3"),
-    "trained-dflash-fa3": _backend("dflash", "fa3"),
+    "trained-dspark-fa3": _backend("dspark", "fa3", oracle=True),
+    "trained-dflash-fa3": _backend("dflash", "fa3", oracle=True),
     "carryover-dflash": _checked("dflash"),
     "retraction": _checked("dspark", flags={"max_total_tokens": 1024}, env={"SGLANG_TEST_RETRACT": "1"}),
     "page-16": _checked("dspark", flags={"page_size": 16}),
