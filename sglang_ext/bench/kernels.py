@@ -118,14 +118,13 @@ def _measure(shape: Shape, args: argparse.Namespace) -> Iterator[dict[str, Any]]
         reader = _Reader(pool, rank)
         for batch in args.batch:
             yield from reader.rows(batch, args.repeats)
+    for batch in args.batch:
+        yield from _carryover_write(shape, batch, args.repeats)
     if args.tune:
         reader = _Reader(pool, args.rank[0])
         for batch in args.tune_batch:
             for tuning in _tunings(TUNING):
                 yield from reader.fused(batch, args.repeats, tuning, _name(tuning))
-    del pool
-    for batch in args.batch:
-        yield from _carryover_write(shape, batch, args.repeats)
 
 
 def _tunings(base: Any) -> Iterable[Any]:
