@@ -45,11 +45,11 @@ class CarryoverTrainer(DrafterTrainer):
     @torch.no_grad()
     def _start_embedding(self, scale: float) -> None:
         """Draw the embedding; every process measures the same batch and draws the same numbers."""
-        first = self.train_dataset[0]  # type: ignore[index]
+        first = self.train_dataset[0]
         features, _ = self.features(first["input_ids"].to(self.args.device))
         written = torch.arange(features.shape[1]) < first["lengths"][:, None]
         rms = features[written.to(features.device)].float().square().mean().sqrt().item()
-        embedding = self.model.carryover_embedding  # type: ignore[union-attr]
+        embedding = self.model.carryover_embedding
         generator = torch.Generator().manual_seed(self.args.seed)
         embedding.copy_(torch.randn(embedding.shape, generator=generator) * scale * rms)
 
