@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 
 class Generator:
@@ -83,6 +85,21 @@ class Generator:
         self._child = None
 
 
+def _leave(main: Callable[[], object]) -> NoReturn:
+    """Run a program and end this process at once: what Locust does at exit waits 0.2 s for a terminal."""
+    code: object = 1
+    try:
+        code = main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
 def serve() -> None:
     """Fork for every line of JSON on the standard input; say the child's id, and its exit code once it has ended."""
     import gevent.monkey
@@ -103,7 +120,7 @@ def serve() -> None:
                 os.dup2(log.fileno(), 2)
             gevent.reinit()
             sys.argv = ["locust", *job["arguments"]]
-            sys.exit(locust.main.main())
+            _leave(locust.main.main)
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(waitpid(child, 0)[1]), flush=True)
 
