@@ -133,8 +133,9 @@ class Runner:
 
     def start(self) -> None:
         """Start the servers that stay up side by side; they load while the caller goes on."""
-        if self.sweep.load.side_by_side and not self._starting:
-            self._launch([method for method in self.sweep.methods if method.serve])
+        ours = [method for method in self.sweep.methods if method.serve]
+        if self.sweep.load.side_by_side and ours and not self._starting:
+            self._launch(ours)
 
     def ready(self) -> None:
         """Wait until they answer or have had their time, and rehearse them all at once."""
@@ -142,8 +143,8 @@ class Runner:
             for method in self.sweep.methods:
                 self._await(method)
             up = [method for method in self.sweep.methods if method.name in self._urls]
-            with contextlib.suppress(RequestError):  # comes up again when its turn comes, and is reported then
-                for method in up:
+            for method in up:
+                with contextlib.suppress(RequestError):  # comes up again when its turn comes, and is reported then
                     self._greet(method)
             self._rehearse([method for method in up if method.name in self._up])
 
