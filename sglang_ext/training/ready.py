@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="of the captured states (default: %(default)s)",
     )
+    add(
+        "--embedding-start",
+        type=float,
+        default=0.0,
+        help="scale of a new Carryover embedding, in units of the features' RMS (default: %(default)s)",
+    )
     add("--lora-rank", type=int, default=16, help="default: %(default)s")
     add("--lora-alpha", type=int, default=32, help="scale of the adapters times their rank (default: %(default)s)")
     reader = parser.add_argument_group("reader", "of a drafter that has none yet")
@@ -84,6 +90,11 @@ def prepare(args: argparse.Namespace) -> tuple[ReadyConfig | None, bool]:
     if carry and args.tune == "reader" and not contract.carries:
         raise UsageError(
             f"{args.drafter} has no Carryover embedding and --tune reader trains none; give --tune lora or --carry off."
+        )
+    if args.embedding_start < 0 or (args.embedding_start and (contract.carries or not carry)):
+        raise UsageError(
+            f"--embedding-start {args.embedding_start} starts no embedding: give a positive scale, with --carry on "
+            "and a drafter that has none yet."
         )
     return reader, carry
 
@@ -169,11 +180,12 @@ def train(args: argparse.Namespace, reader: ReadyConfig | None, carry: bool) -> 
     record: dict[str, Any] = {"drafter": str(args.drafter), "tune": args.tune, "carry": "on" if carry else "off"}
     record["reader"] = "off" if reader is None else reader.as_json()
     record |= {"state": args.state, "state_dtype": args.state_dtype} if reader is not None else {}
+    record |= {"embedding_start": args.embedding_start} if carry else {}
     record |= {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha} if args.tune == "lora" else {}
     stage = Stage(
         label=f"dspark drafter {'with' if reader is not None else 'without'} a reader",
         build=from_checkpoint,
-        trainer=trainer_for(source, carry, settings.gamma),
+        trainer=trainer_for(source, carry, settings.gamma, args.embedding_start),
         carried_rows=shape.block.drafts if carry else 0,
         record=record,
         finish=merge_lora,

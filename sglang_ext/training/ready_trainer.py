@@ -129,12 +129,15 @@ class ReadyCarryoverTrainer(_ReadingSteps, CarryoverTrainer):
         return outputs
 
 
-def trainer_for(source: StateSource | None, carry: bool, gamma: float) -> Callable[..., DrafterTrainer]:
+def trainer_for(
+    source: StateSource | None, carry: bool, gamma: float, embedding_start: float = 0.0
+) -> Callable[..., DrafterTrainer]:
     """The trainer of a run with or without a reader's source of states, with or without carried rows."""
     if source is None:
-        return partial(CarryoverTrainer, gamma=gamma) if carry else DrafterTrainer
+        rounds = partial(CarryoverTrainer, gamma=gamma, embedding_start=embedding_start)
+        return rounds if carry else DrafterTrainer
     if carry:
-        return partial(ReadyCarryoverTrainer, gamma=gamma, source=source)
+        return partial(ReadyCarryoverTrainer, gamma=gamma, embedding_start=embedding_start, source=source)
     return partial(ReadyTrainer, source=source)
 
 

@@ -297,11 +297,12 @@ def test_second_drafts_read_the_state_at_the_anchor_the_round_leads_to(
     target_path: Path, base: Path, features: TargetFeatures, data: Path, tmp_path: Path
 ) -> None:
     """Carried rows and states together: the trained block is the reference drafter's after this very round."""
-    trainer = launch(
-        stage(target_path, base, data, tmp_path / "out", "--tune", "lora", "--carry", "on", "--steps", "1")
-    )
+    options = ("--tune", "lora", "--carry", "on", "--embedding-start", "4", "--steps", "1", "--lr", "1e-9")
+    trainer = launch(stage(target_path, base, data, tmp_path / "out", *options))
     model, trainer.features = trainer.model, features
     with torch.no_grad():
+        rms = features(trainer.train_dataset[0]["input_ids"])[0].square().mean().sqrt()
+        assert model.carryover_embedding.square().mean().sqrt() / rms == pytest.approx(4, rel=0.4)
         model.carryover_embedding.normal_(std=2.0)
         model.state_reader.reads[0].out.normal_(std=0.3)
     export_drafter(model, hybrid_shape(), target_path, tmp_path / "drafter", torch.float32)
@@ -374,6 +375,7 @@ def _killed_at(step: int) -> Any:
         ("--tune reader --rank 9", "above the key_dim of 8"),
         ("--tune reader --layers 2", "the drafter has layers 0 to 1"),
         ("--tune reader --carry on", "has no Carryover embedding"),
+        ("--tune lora --embedding-start 3", "starts no embedding: give a positive scale, with --carry on"),
         ("--tune lora --lora-rank 0", "--lora-rank 0 is too small"),
     ],
 )
