@@ -74,6 +74,7 @@ def _worker_class(name: str, server_args: Any) -> type:
         compat.check_touch_points()
     compat.register_draft_models()
     compat.widen_slot_rows()
+    compat.keep_embedding_dtype()
     from sglang_ext.carryover.worker import CarryoverDFlashWorker, CarryoverDSparkWorker
     from sglang_ext.ready.worker import ReadyCarryoverWorker, ReadyDSparkWorker
 

@@ -59,6 +59,7 @@ TOUCH_POINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.allocation_sizing:get_alloc_page_size": (),
     "sglang.srt.arg_groups.model_override_base:attention_backends_of": ("cfg",),
     "sglang.srt.arg_groups.overrides:resolved_view": (),
+    "sglang.srt.model_executor.model_runner:ModelRunner._extend_forward_kwargs": ("forward_batch", "pp_proxy_tensors"),
 }  # fmt: skip
 
 # The same for metrics, which stock algorithms have too.
@@ -172,6 +173,29 @@ def widen_slot_rows() -> None:
 
     # Imported there by name, so the name there is what counts.
     kv_cache_configurator.get_req_to_token_extra_context_len = extra_columns
+
+
+def keep_embedding_dtype() -> None:
+    """Let a draft block's embeddings reach the drafter in the runner's dtype; a second call changes nothing.
+
+    Without a CUDA graph SGLang casts them to bfloat16 (model_runner.py:1772), so a DFlash drafter in float32 or
+    float16 fails at its first block: with graphs off, or in a batch above the largest one captured.
+    """
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    stock = ModelRunner._extend_forward_kwargs
+    if getattr(stock, "keeps_embedding_dtype", False):
+        return
+
+    @functools.wraps(stock)
+    def extend_forward_kwargs(self: Any, forward_batch: Any, pp_proxy_tensors: Any) -> dict[str, Any]:
+        kwargs: dict[str, Any] = stock(self, forward_batch, pp_proxy_tensors)
+        if forward_batch.input_embeds is not None and forward_batch.replace_embeds is None:
+            kwargs["input_embeds"] = forward_batch.input_embeds.to(self.dtype)
+        return kwargs
+
+    extend_forward_kwargs.keeps_embedding_dtype = True  # type: ignore[attr-defined]
+    ModelRunner._extend_forward_kwargs = extend_forward_kwargs
 
 
 def check_draft_runner(worker: Any) -> None:

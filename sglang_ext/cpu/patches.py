@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from sglang_ext import compat
 from sglang_ext.cpu import elementwise, gated_delta, mamba_state, sampling, slots
 
 
@@ -137,19 +138,6 @@ def _register_attention_backend(target: str) -> None:
     add_draft_attention_backend_choices([ATTENTION_BACKEND])
 
 
-def _keep_embedding_dtype(target: str) -> None:
-    runner, name = _owner(target)
-    stock = getattr(runner, name)
-
-    def extend_forward_kwargs(self: Any, forward_batch: Any, pp_proxy_tensors: Any) -> dict[str, Any]:
-        kwargs = stock(self, forward_batch, pp_proxy_tensors)
-        if forward_batch.input_embeds is not None and forward_batch.replace_embeds is None:
-            kwargs["input_embeds"] = forward_batch.input_embeds.to(self.dtype)
-        return kwargs
-
-    setattr(runner, name, extend_forward_kwargs)
-
-
 def _sampling_verify(target: str) -> None:
     from sglang.kernels.ops.speculative import verify_sampling
     from sglang.srt.speculative import dflash_utils
@@ -200,7 +188,7 @@ PATCHES: tuple[Patch, ...] = (
         "srt/model_executor/model_runner.py:1772 casts a drafter's input embeddings to bfloat16 at any dtype",
         "sglang.srt.model_executor.model_runner:ModelRunner._extend_forward_kwargs",
         "2fb8dbbf8d795a06",
-        _keep_embedding_dtype,
+        lambda target: compat.keep_embedding_dtype(),
     ),
     Patch(
         "dflash-sampling-verify",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoint_fixtures import make_drafter, make_target, set_tensor
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import get_spec
@@ -170,6 +171,28 @@ def test_another_sglang_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sglang_version, "version", lambda name: "0.5.24")
     with pytest.raises(UsageError, match=r"SGLang 0\.5\.24 .* 0\.5\.23"):
         sglang_version.check_version()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_drafter_without_graphs_gets_embeddings_in_its_dtype(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """SGLang's own runner gives them in bfloat16, whatever the drafter computes in."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    stock = inspect.unwrap(ModelRunner._extend_forward_kwargs)
+    monkeypatch.setattr(ModelRunner, "_extend_forward_kwargs", stock)
+    runner = types.SimpleNamespace(dtype=dtype, is_generation=True, _pp_kwargs=lambda proxy: {})
+    embeds = torch.arange(6.0).mul(1.001).to(dtype)
+    batch = types.SimpleNamespace(input_embeds=embeds, replace_embeds=None, replace_positions=None)
+    assert stock(runner, batch, None)["input_embeds"].dtype == torch.bfloat16
+    compat.keep_embedding_dtype()
+    compat.keep_embedding_dtype()
+    given = ModelRunner._extend_forward_kwargs(runner, batch, None)["input_embeds"]
+    assert given.dtype == dtype and torch.equal(given, embeds)
+    assert ModelRunner._extend_forward_kwargs.__wrapped__ is stock  # wrapped once
+    nothing = types.SimpleNamespace(input_embeds=None, replace_embeds=None, replace_positions=None)
+    assert ModelRunner._extend_forward_kwargs(runner, nothing, None) == {}
 
 
 def test_touch_points_hold_and_drift_is_named() -> None:
