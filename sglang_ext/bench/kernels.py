@@ -135,7 +135,7 @@ def _tunings(base: Any) -> Iterable[Any]:
     ):  # fmt: skip
         yield replace(base, rows=rows, stages=stages, warps=warps)
     for rows, warps in ((64, 4), (32, 4)):
-        yield replace(base, rows=rows, warps=warps, eviction="evict_first")
+        yield replace(base, rows=rows, warps=warps, eviction="")
         yield replace(base, rows=rows, warps=warps, registers=128)
     sums = replace(base, precision="sums")
     for rows, stages, warps in (
@@ -144,7 +144,7 @@ def _tunings(base: Any) -> Iterable[Any]:
     ):  # fmt: skip
         yield replace(sums, rows=rows, stages=stages, warps=warps)
     for rows, warps in ((128, 16), (128, 8), (64, 8), (32, 4)):
-        yield replace(sums, rows=rows, warps=warps, eviction="evict_first")
+        yield replace(sums, rows=rows, warps=warps, eviction="")
     yield replace(sums, rows=128, warps=8, registers=64)
     yield replace(sums, rows=64, warps=8, registers=64)
     yield replace(sums, rows=128, warps=16, early=True)

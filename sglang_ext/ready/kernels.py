@@ -165,7 +165,7 @@ class Tuning:
     stages: int = 1  # tiles under way
     warps: int = 4
     precision: Literal["tf32x3", "ieee", "sums"] = "tf32x3"
-    eviction: Literal["", "evict_first"] = ""  # what the cache does with the states
+    eviction: Literal["", "evict_first"] = "evict_first"  # what the cache does with states, read once a round
     registers: int | None = None  # at most, a thread: fewer let more programs run at once
     early: bool = False  # programmatic dependent launch: load the states while the kernel in front still runs
 

@@ -49,8 +49,8 @@ def test_kernels_compile_for_hopper_and_blackwell(capability: int) -> None:
     reduce_types |= {"state_slots": "*i32", "request_slots": "*i64", "layers": "*i64", "eps": "fp32"}
     reduce_types |= {f"stride_{axis}": "i64" for axis in ("layer", "slot", "head", "value", "key")}
     reduce_shape = {"HEADS": 48, "V": 128, "K": 128, "RV": 8, "RK": 8, "BV": 64, "BK": 128, "BRV": 16, "BRK": 16}
-    reduce_shape |= {"STAGES": 1, "PRECISION": "tf32x3", "EVICTION": ""}
-    sums = {"PRECISION": "sums", "EVICTION": "evict_first", "QUERY_HEADS": 48, "EARLY": False}
+    reduce_shape |= {"STAGES": 1, "PRECISION": "tf32x3", "EVICTION": "evict_first"}
+    sums = {"PRECISION": "sums", "EVICTION": "", "QUERY_HEADS": 48, "EARLY": False}
     sums |= dict.fromkeys(("BRV", "BRK", "BROWS"), 8)
     fused_types = {**reduce_types, "queries": "*bf16", "out": "*bf16", "rows": "i32"}
     read_types = {"queries": "*bf16", "reduced": "*fp32", "out": "*bf16", "rows_per_request": "i32", "eps": "fp32"}
