@@ -311,26 +311,40 @@ def _end(process: Any) -> None:
 
 
 def _draw(document: dict[str, Any], path: Path) -> None:
-    """Stacked parts of each method's round, one panel a cell."""
+    """A column a cell: each method's parts, stacked, and below them its overhead with the quartiles over cycles."""
     from matplotlib.figure import Figure
 
     rows = document["rows"]
     cells = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
-    figure = Figure(figsize=(1.2 + 2.4 * len(cells), 4), layout="constrained")
-    for index, (batch, context) in enumerate(cells):
-        axes = figure.add_subplot(1, len(cells), index + 1)
+    compared = [row for row in rows if row["method"] != document["methods"][0] and "overhead" in row]
+    # A disturbed cycle may lie far off; what is compared are the medians.
+    highest = 150 * max((row["overhead"] for row in compared), default=0.0)
+    figure = Figure(figsize=(1.2 + 1.9 * len(cells), 5.4 if compared else 3.2), layout="constrained")
+    panels = figure.subplots(1 + bool(compared), len(cells), squeeze=False)
+    for column, (batch, context) in enumerate(cells):
         chosen = [row for row in rows if (row["batch"], row["context"]) == (batch, context)]
         names = [row["method"].replace("_", "\n") for row in chosen]
         bottom = [0.0] * len(chosen)
         for part in PARTS[:-1]:
             values = [row[f"{part}_us"] / 1000 for row in chosen]
-            axes.bar(names, values, bottom=bottom, label=part)
+            panels[0][column].bar(names, values, bottom=bottom, label=part)
             bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-        for place, row in enumerate(chosen[1:], 1):
-            if "overhead" in row:
-                axes.annotate(f"{row['overhead']:+.2%}", (place, bottom[place]), ha="center", fontsize=7)
-        axes.set(title=f"{batch} requests, context {context}", ylabel="milliseconds a round")
-        axes.tick_params(axis="x", labelsize=6)
-        if index == 0:
-            axes.legend(fontsize=7)
+        panels[0][column].set_title(f"{batch} x {context:,}", fontsize=10)
+        for place, row in enumerate(chosen):
+            if row in compared:
+                low, middle, high = (100 * row[name] for name in ("overhead_low", "overhead", "overhead_high"))
+                panels[1][column].errorbar(place, middle, [[middle - low], [high - middle]], fmt="ko", capsize=3)
+                where: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "va": "center"}
+                panels[1][column].annotate(f"{middle:.2f}", (place, middle), (-6, 0), fontsize=8, **where)
+        if compared:
+            panels[1][column].axhline(0, color="grey", linewidth=0.8)
+            panels[1][column].set(xlim=panels[0][column].get_xlim(), ylim=(-0.2 * highest or -1, highest or 1))
+            panels[1][column].set_xticks(range(len(names)), names)
+        for axes in panels[:, column]:
+            axes.tick_params(axis="x", labelsize=5)
+    panels[0][0].set_ylabel("milliseconds a round")
+    if compared:
+        panels[1][0].set_ylabel(f"percent more than {document['methods'][0]}")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
+    figure.supxlabel(f"{document['shape']}, requests x context", fontsize=9)
     figure.savefig(path, dpi=120)
