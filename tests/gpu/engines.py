@@ -82,6 +82,7 @@ class Engine:
     rounds: bool = False
     states: bool = False
     gpus: int = 1
+    verify_steps: int = 400  # at least, of all its requests
 
     @property
     def dtype(self) -> str:
@@ -121,10 +122,15 @@ ENGINES: dict[str, Engine] = {
     "trained-dspark-fa3": _backend("dspark", "fa3", oracle=True),
     "trained-dflash-fa3": _backend("dflash", "fa3", oracle=True),
     "carryover-dflash": _checked("dflash"),
+    "one-gpu-ready": Engine("tiny-hybrid", "ready", "READY", rounds=True, steps=FEW),
+    "two-gpus-carryover": _trained("dspark", flags={"tp_size": 2}, steps=FEW, gpus=2),
+    "two-gpus-ready": Engine("tiny-hybrid", "ready", "READY", flags={"tp_size": 2}, rounds=True, steps=FEW, gpus=2),
     "retraction": _checked("dspark", flags={"max_total_tokens": 1024}, env={"SGLANG_TEST_RETRACT": "1"}),
     "page-16": _checked("dspark", flags={"page_size": 16}),
     "no-overlap-mixed-chunk": _checked(
-        "dspark", flags={"disable_overlap_schedule": True, "chunked_prefill_size": 32, "enable_mixed_chunk": True}
+        "dspark",
+        flags={"disable_overlap_schedule": True, "chunked_prefill_size": 32, "enable_mixed_chunk": True},
+        verify_steps=120,  # while prompts wait, each chunk brings the running requests one token, without a draft
     ),
     "plain-hybrid": Engine("tiny-hybrid"),
     "ready-eager": _ready(flags={**EAGER, "disable_overlap_schedule": True}),
@@ -142,7 +148,4 @@ ENGINES: dict[str, Engine] = {
     "carryover-dflash-off": _carryover("dflash", env={CARRIED_ROWS_LIMIT: "0"}, rounds=True),
     "fa3-page-64": _backend("dspark", "fa3", page_size=64),
     "flashinfer-page-16": _backend("dflash", "flashinfer", page_size=16),
-    "one-gpu-ready": Engine("tiny-hybrid", "ready", "READY", rounds=True, steps=FEW),
-    "two-gpus-carryover": _trained("dspark", flags={"tp_size": 2}, steps=FEW, gpus=2),
-    "two-gpus-ready": Engine("tiny-hybrid", "ready", "READY", flags={"tp_size": 2}, rounds=True, steps=FEW, gpus=2),
 }

@@ -207,7 +207,7 @@ ORACLE = [name for name, engine in ENGINES.items() if engine.oracle]
 @pytest.mark.parametrize("engine", ORACLE)
 def test_every_block_equals_the_dense_reference(engines: Any, record_property: Any, engine: str) -> None:
     """Design rule 8: each draft block, with 32 concurrent requests too, is the one the oracle computes by itself."""
-    engines[engine]
+    result = engines[engine]
     rows = oracle_rows(engines, engine)
     carried = [row for row in rows if row["carried"]]
     errors = sorted(row["hidden_error"] for row in rows)
@@ -226,9 +226,11 @@ def test_every_block_equals_the_dense_reference(engines: Any, record_property: A
     exact = ("length_ok", "host_ok", "positions_ok", "masks_ok", "tokens_ok")
     assert [row for row in rows if not all(row[check] for check in exact)] == []
     assert [row for row in rows if not row["ok"]] == []
-    assert len(rows) > 400
+    # What the server counts of each request, and with overlap a step more behind its end.
+    assert len(rows) >= sum(r["meta"]["spec_verify_ct"] or 0 for step in result["steps"] for r in step)
+    assert len(rows) > ENGINES[engine].verify_steps
     if "CARRYOVER" in str(ENGINES[engine].algorithm):
-        assert len(carried) > 100
+        assert len(carried) > ENGINES[engine].verify_steps // 4
         effects = sorted(row["effect"] for row in carried)
         record_property("effect", {"smallest": effects[0], "median": effects[len(effects) // 2]})
         assert effects[len(effects) // 2] > 5 * errors[len(errors) // 2]
