@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_ext.bench.probe import whose_turn
-from sglang_ext.bench.round import summarize
+from sglang_ext.bench.round import _draw, summarize
+
+RECORDS = Path(__file__).parents[2] / "benchmarks/gpu"
 
 METHODS = ["DSPARK", "CARRYOVER_DSPARK", "READY"]
 
@@ -39,3 +43,11 @@ def test_a_growing_context_is_nobodys_overhead(growth):
 def test_a_cycle_without_its_way_back_does_not_count():
     rows = summarize(rounds(dict.fromkeys(METHODS, 0.0), 0.5, turns=9), 1, 1024, "DSPARK")
     assert {row["cycles"] for row in rows} == {1}
+
+
+@pytest.mark.parametrize("name", ["round-27b-dspark", "round-27b-ar"])
+def test_a_record_is_drawn_with_and_without_methods_to_compare(tmp_path, name):
+    document = json.loads((RECORDS / f"{name}.json").read_text())
+    _draw(document, tmp_path / "round.png")
+    height = int.from_bytes((tmp_path / "round.png").read_bytes()[20:24], "big")
+    assert (height > 600) == (len(document["methods"]) > 1)  # the overheads have a row of their own
