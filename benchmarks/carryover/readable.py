@@ -78,7 +78,12 @@ def readable(target: Any, layers: list[int], train: AnchorBatches, held: AnchorB
                 mapping.weight.grad = gradient
                 optimizer.step()
             shares.append(share())
-    return {"feature_layers": layers, "rows": [len(given), len(judged)], "deepest_alone": shares[0], "fitted": max(shares)}
+    return {
+        "feature_layers": layers,
+        "rows": [len(given), len(judged)],
+        "deepest_alone": shares[0],
+        "fitted": max(shares),
+    }
 
 
 @torch.no_grad()
