@@ -38,6 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="scale of the embedding at the first step, in units of the features' RMS (default: %(default)s)",
     )
+    add(
+        "--weighting",
+        choices=("anchors", "rounds"),
+        default="anchors",
+        help="what counts alike: second drafts of evenly drawn anchors, or rounds as serving meets them "
+        "(default: %(default)s)",
+    )
     drafters.add_run_arguments(parser)
 
 
@@ -85,13 +92,20 @@ def train(args: argparse.Namespace) -> Any:
     stage = Stage(
         label=f"{shape.kind} drafter {'with' if carry else 'without'} carried rows",
         build=from_checkpoint,
-        trainer=partial(CarryoverTrainer, gamma=settings.gamma, carry=carry, embedding_start=args.embedding_start),
+        trainer=partial(
+            CarryoverTrainer,
+            gamma=settings.gamma,
+            carry=carry,
+            embedding_start=args.embedding_start,
+            weighting=args.weighting,
+        ),
         carried_rows=shape.block.drafts,
         record={
             "drafter": str(args.drafter),
             "carry": args.carry,
             "distinction": args.distinction,
             "embedding_start": args.embedding_start,
+            "weighting": args.weighting,
         },
         exported=args.distinction != "projection",
     )

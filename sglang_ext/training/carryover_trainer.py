@@ -25,20 +25,32 @@ from sglang_ext.training.drafter_trainer import DrafterTrainer
 from sglang_ext.training.hybrid_branches import verify_hybrid_branches
 from sglang_ext.training.objectives import position_weights
 
+WEIGHTINGS = ("anchors", "rounds")
+"""What counts alike: every anchor's second draft, or every round that serving would begin."""
+
 
 class CarryoverTrainer(DrafterTrainer):
     """Trains second drafts; ``carry=False`` is the control: the same drafts without the rejected rows.
 
     ``embedding_start`` is the learned embedding's scale at the first step, in units of the features' RMS. Zero starts
     with rejected rows read as if they were committed, which costs a trained drafter much at first; several times the
-    features start with rows that look alike and are almost ignored.
+    features start with rows that look alike.
+
+    ``weighting`` "anchors" counts every second draft alike. Anchors are drawn evenly, so a round that commits many
+    tokens is found from each of its anchors, where serving meets it once; "rounds" makes up for that.
     """
 
     def __init__(
-        self, *args: Any, gamma: float, carry: bool = True, embedding_start: float = 0.0, **kwargs: Any
+        self,
+        *args: Any,
+        gamma: float,
+        carry: bool = True,
+        embedding_start: float = 0.0,
+        weighting: str = WEIGHTINGS[0],
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.gamma, self.carry = gamma, carry
+        self.gamma, self.carry, self.weighting = gamma, carry, weighting
         if carry and embedding_start:
             self._start_embedding(embedding_start)
 
@@ -82,16 +94,21 @@ class CarryoverTrainer(DrafterTrainer):
             recorded = {name: value for name, value in packed.items() if name not in ("labels", "weights")}
             proposals = drafter.propose(**recorded)
             if self.carry:
-                second = second_drafts(self.features, inputs, proposals, self.gamma, recorded_rows)
+                second = second_drafts(self.features, inputs, proposals, self.gamma, recorded_rows, self.weighting)
             else:  # where a round leads to is known without the target's rows
-                blocks = second_blocks(inputs, proposals, self.gamma)
+                blocks = second_blocks(inputs, proposals, self.gamma, self.weighting)
                 second = {name: blocks[name] for name in ("anchors", "labels", "weights")}
         outputs: dict[str, Tensor] = model(**{**packed, **second})
         return outputs
 
 
 def second_drafts(
-    features: Any, inputs: dict[str, Tensor], proposals: Tensor, gamma: float, recorded_rows: DynamicCache | None
+    features: Any,
+    inputs: dict[str, Tensor],
+    proposals: Tensor,
+    gamma: float,
+    recorded_rows: DynamicCache | None,
+    weighting: str = WEIGHTINGS[0],
 ) -> dict[str, Tensor]:
     """What the second draft of every anchor [A] reads and is supervised on.
 
@@ -99,7 +116,7 @@ def second_drafts(
     ``carried_features``, what :func:`carried_features` does.
     """
     carried = carried_features(features, inputs, proposals, recorded_rows)
-    return {**second_blocks(inputs, proposals, gamma), "carried_features": carried}
+    return {**second_blocks(inputs, proposals, gamma, weighting), "carried_features": carried}
 
 
 def carried_features(
@@ -116,13 +133,16 @@ def carried_features(
     return verified.flatten(0, 1)[:, 1:]
 
 
-def second_blocks(inputs: dict[str, Tensor], proposals: Tensor, gamma: float) -> dict[str, Tensor]:
+def second_blocks(
+    inputs: dict[str, Tensor], proposals: Tensor, gamma: float, weighting: str = WEIGHTINGS[0]
+) -> dict[str, Tensor]:
     """Where the second draft of every anchor [A] starts, what it is supervised on, and which rows it is carried.
 
     Args:
         inputs: a batch of :class:`AnchorBatches`.
         proposals: first drafts [A, P].
         gamma: decay of the position weights.
+        weighting: one of ``WEIGHTINGS``.
 
     Returns:
         ``anchors`` [A] (packed index of the token the round ends with), ``labels`` and ``weights`` [A, P],
@@ -144,6 +164,8 @@ def second_blocks(inputs: dict[str, Tensor], proposals: Tensor, gamma: float) ->
     labels, exists = recorded(anchor + 1)
     usable = valid & (anchor < lengths[row])
     weights = (exists & usable[:, None]) * position_weights(drafts, gamma).to(ids.device)
+    if weighting == "rounds":
+        weights = weights / (accepted[:, None] + 1)
     return {
         "anchors": torch.where(usable, anchor + row * width, 0),
         "labels": labels,

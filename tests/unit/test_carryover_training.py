@@ -19,7 +19,7 @@ from sglang_ext.training import carryover
 from sglang_ext.training.batches import AnchorBatches
 from sglang_ext.training.branches import accepted_drafts, verify_branches
 from sglang_ext.training.carryover_models import CarryingDFlash, CarryingDSpark
-from sglang_ext.training.carryover_trainer import second_drafts
+from sglang_ext.training.carryover_trainer import second_blocks, second_drafts
 from sglang_ext.training.drafter_models import build_drafter, pack
 from sglang_ext.training.encode import TokenDataset
 from sglang_ext.training.export import export_drafter
@@ -187,6 +187,18 @@ def test_without_carried_rows_the_second_draft_is_the_base_drafters(
     on = drafter(**{**packed, **second})["loss"]
     assert torch.allclose(off, drafter(**{**packed, **plain})["loss"], rtol=1e-5)
     assert abs(float(on - off)) > 1e-3 * float(off)
+
+
+def test_rounds_count_alike_however_many_anchors_find_them(tokens: TokenDataset) -> None:
+    """In a chain of rounds each commits ``c`` tokens, so ``c`` anchors find it; their weights add up to one round's."""
+    inputs = batch(tokens, "dflash")
+    recorded = with_some_recorded(inputs, torch.full_like(inputs["labels"], MASK))
+    alike, rounds = (second_blocks(inputs, recorded, GAMMA, weighting) for weighting in ("anchors", "rounds"))
+    committed = alike["anchors"] - inputs["anchors"]
+    counted = alike["weights"][:, 0] > 0
+    assert set(committed[counted].tolist()) >= {1, 2}
+    assert torch.allclose(rounds["weights"][counted] * committed[counted, None], alike["weights"][counted])
+    assert torch.equal(rounds["weights"][~counted], alike["weights"][~counted])
 
 
 @pytest.fixture(scope="module")
