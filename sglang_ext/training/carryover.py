@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
     """Train and export; 0 on success. Raises UsageError for anything that cannot work."""
     from sglang_ext.checkpoints import check, locate, read_contract, read_target
 
-    if args.embedding_start < 0 or (args.embedding_start and args.distinction != "embedding"):
+    if args.embedding_start < 0 or (args.embedding_start and (args.carry, args.distinction) != ("on", "embedding")):
         raise UsageError(
             f"--embedding-start {args.embedding_start} starts no embedding: give a positive scale, and leave "
-            "--distinction at embedding."
+            "--carry at on and --distinction at embedding."
         )
     contract, target = read_contract(locate(args.drafter)), read_target(locate(args.target, weights=False))
     check(contract, target)

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+QUICK = {"ttft": 0.02, "gap": 0.02, "tokens": [1, 2, 3]}  # the script of a prompt whose timing is of no matter
 FAULTS = ("not_streaming", "broken", "not_json", "error_event", "empty", "http_500", "http_429", "silent")
 MODEL, KEY = "mock-model", "secret"
 

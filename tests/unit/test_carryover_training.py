@@ -253,8 +253,9 @@ def test_the_embedding_starts_at_the_scale_of_the_features(target_path: Path, ba
         rms = features(inputs["input_ids"])[0][rows].square().mean().sqrt()
     assert starts["0"].abs().max() < 1e-6 and first["0"] != first["4"]
     assert starts["4"].square().mean().sqrt() / rms == pytest.approx(4, rel=0.3)
-    with pytest.raises(UsageError, match="starts no embedding"):
-        carryover.run(stage(target_path, base, data, tmp_path / "wrong", "--embedding-start", "-1"))
+    for wrong in ("-1",), ("1", "--carry", "off"), ("1", "--distinction", "none"):
+        with pytest.raises(UsageError, match="starts no embedding"):
+            carryover.run(stage(target_path, base, data, tmp_path / "wrong", "--embedding-start", *wrong))
 
 
 def test_distinctions_of_the_ablation(target_path: Path, base: Path, tmp_path: Path) -> None:
