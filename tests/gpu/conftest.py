@@ -13,6 +13,7 @@ import os
 import platform
 import queue
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -104,8 +105,11 @@ class Engines:
         if engine.drafter is not None:
             flags["speculative_algorithm"] = engine.algorithm
             flags["speculative_draft_model_path"] = str(self.models[f"{engine.drafter}:{engine.target}"])
+        flags["nccl_port"] = _free_port(list(ENGINES).index(name))
         if DEVICE == "cpu":
             flags |= {**CPU_FLAGS, "max_mamba_cache_size": 96}
+            if engine.gpus > 1:  # ranks on one NUMA node
+                env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(engine.gpus)))
         flags = {key: value for key, value in flags.items() if value is not None}
         return harness.run_job(
             "generate",
@@ -158,6 +162,15 @@ def _models(folder: Path) -> dict[str, Path]:
             tiny[f"{base}-hybrid"], tiny["hybrid"], out, source_layers=(0, 2), **settings
         )
     return found
+
+
+def _free_port(place: int) -> int:
+    """A port that no other engine takes: SGLang draws one at random long before it listens there."""
+    for port in range(17000 + 20 * place, 17020 + 20 * place):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):  # nobody listens
+                return port
+    raise OSError(f"no free port from {port - 19} to {port}")
 
 
 _ENGINES = Engines(FOLDER)
