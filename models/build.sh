@@ -5,7 +5,8 @@
 #                                    carryover teaches the drafters to read rejected rows; hybrid makes a drafter for
 #                                    the hybrid target, ready teaches it to read recurrent states
 #
-# Wants one GPU: on an H200 the targets took 6 minutes, the answers 40 seconds, the drafters 5 and carryover 8 minutes.
+# Wants one GPU: on an H200 the targets took 6 minutes, the answers 40 seconds, the drafters 5 and carryover 8 minutes;
+# hybrid took 6, and the six runs of ready 17 minutes side by side (one after the other they need less memory).
 # The hybrid target needs flash-linear-attention (Triton 3.8 or newer on Hopper) to train in that time.
 # PYTHON names the interpreter (default .venv/bin/python); COMPILE= turns torch.compile off; the steps and sizes below
 # can be given in the environment too (they are those of the models here). A stage that was killed goes on where it was
@@ -24,12 +25,13 @@ DFLASH_STEPS=${DFLASH_STEPS:-9007}
 DSPARK_STEPS=${DSPARK_STEPS:-6953}
 CARRYOVER_DFLASH_STEPS=${CARRYOVER_DFLASH_STEPS:-4149}
 CARRYOVER_DSPARK_STEPS=${CARRYOVER_DSPARK_STEPS:-3200}
-HYBRID_DSPARK_STEPS=${HYBRID_DSPARK_STEPS:-1404}
-READER_STEPS=${READER_STEPS:-292}
-READY_STEPS=${READY_STEPS:-366}
-HYBRID_ANSWERS=${HYBRID_ANSWERS:-5000}
+HYBRID_DSPARK_STEPS=${HYBRID_DSPARK_STEPS:-3137}
+READY_FIRST_STEPS=${READY_FIRST_STEPS:-3949}
+READY_SECOND_STEPS=${READY_SECOND_STEPS:-1049}
 ANSWERS=${ANSWERS:-80000}
 ANSWER_BATCH=${ANSWER_BATCH:-4096}
+HYBRID_ANSWERS=${HYBRID_ANSWERS:-111585}
+HYBRID_ANSWER_BATCH=${HYBRID_ANSWER_BATCH:-8192}
 
 train() { "$PYTHON" -m sglang_ext.cli train "$@"; }
 resumable() { # OUT STAGE [OPTION ...]: start, go on, or leave a finished run alone
@@ -92,30 +94,30 @@ carryover() { # the Carryover drafters, and as their controls the same steps wit
   for job in "${jobs[@]}"; do wait "$job"; done
 }
 
-hybrid() { # answers and a DSpark drafter of the hybrid target
+hybrid() { # greedy answers of the hybrid target to all prompts of at most 128 tokens, and a DSpark drafter
   [ -f "$BUILD/answers-hybrid/heldout/index.json" ] ||
     train regenerate --target "$BUILD/models/hybrid-target" --tokens "$BUILD/tokens" --out "$BUILD/answers-hybrid" \
-      --limit "$HYBRID_ANSWERS" --held-out-limit 256 --batch-size 2048 --max-new-tokens 120
+      --limit "$HYBRID_ANSWERS" --held-out-limit 1024 --max-prompt 128 --max-new-tokens 128 --greedy 1 \
+      --batch-size "$HYBRID_ANSWER_BATCH"
   resumable "$BUILD/models/dspark-hybrid" drafter --kind dspark --target "$BUILD/models/hybrid-target" \
     --data "$BUILD/answers-hybrid" --steps "$HYBRID_DSPARK_STEPS" --lr 2e-3 --anchors 128 --workers "$WORKERS" $COMPILE
 }
 
-adapt() { # NAME FROM STEPS LEARNING_RATE OPTION ...: one stage of ReaDy or of its control
+adapt() { # NAME FROM STEPS LEARNING_RATE [OPTION ...]: one stage of ReaDy, or of a control without a reader
   local name=$1 from=$2 steps=$3 rate=$4 && shift 4
   resumable "$BUILD/models/$name" ready --drafter "$BUILD/models/$from" --target "$BUILD/models/hybrid-target" \
-    --data "$BUILD/answers-hybrid" --anchors 64 --steps "$steps" --lr "$rate" --workers 1 "$@"
+    --data "$BUILD/answers-hybrid" --tune lora --lora-rank 32 --lora-alpha 64 --anchors 64 --steps "$steps" \
+    --lr "$rate" --workers 1 "$@"
 }
 
-ready() { # the reader, then reader and LoRA, without and with carried rows; and the same LoRA steps without a reader
-  local lora=(--tune lora --lora-rank 32 --lora-alpha 64) job jobs=()
-  adapt reader-hybrid dspark-hybrid "$READER_STEPS" 2e-3 --tune reader --rank 32 --dtype float32 & local reader=$!
-  adapt lora-hybrid dspark-hybrid "$READER_STEPS" 1e-3 "${lora[@]}" --reader off --dtype float32 & local control=$!
-  wait "$reader" && wait "$control"
-  adapt ready-dspark-hybrid reader-hybrid "$READY_STEPS" 1e-3 "${lora[@]}" & jobs+=($!)
-  adapt ready-carryover-dspark-hybrid reader-hybrid "$READY_STEPS" 1e-3 "${lora[@]}" --carry on & jobs+=($!)
-  adapt control-dspark-hybrid lora-hybrid "$READY_STEPS" 1e-3 "${lora[@]}" --reader off & jobs+=($!)
-  adapt carryover-dspark-hybrid lora-hybrid "$READY_STEPS" 1e-3 "${lora[@]}" --reader off --carry on & jobs+=($!)
-  for job in "${jobs[@]}"; do wait "$job"; done
+ready() { # reader and LoRA together, then further without and with carried rows; and LoRA alone for the same steps
+  local reader=(--rank 32 --source-layers 0 1 2 4 5 6 --layers 0 1) carry=(--carry on --embedding-start 3.3)
+  adapt ready-dspark-hybrid-1 dspark-hybrid "$READY_FIRST_STEPS" 2e-3 --dtype float32 "${reader[@]}"
+  adapt control-1 dspark-hybrid "$READY_FIRST_STEPS" 2e-3 --dtype float32 --reader off
+  adapt ready-dspark-hybrid ready-dspark-hybrid-1 "$READY_SECOND_STEPS" 1e-3
+  adapt control-dspark-hybrid control-1 "$READY_SECOND_STEPS" 1e-3 --reader off
+  adapt ready-carryover-dspark-hybrid ready-dspark-hybrid-1 "$READY_SECOND_STEPS" 1e-3 "${carry[@]}"
+  adapt carryover-dspark-hybrid control-1 "$READY_SECOND_STEPS" 1e-3 --reader off "${carry[@]}"
 }
 
 for stage in "${@:-text targets answers drafters}"; do
