@@ -10,10 +10,10 @@ help: ## What can be made
 setup:  ## Make .venv (quick when it is up to date)
 	@$(PYTHON) scripts/bootstrap.py
 
-demo: setup ## The real server on the reference models: plain decoding, DSPARK, CARRYOVER_DSPARK
+demo: setup ## The real server on the reference models: plain decoding, then each method
 	@$(RUN) -m sglang_ext.demo
 
-loadtest-demo: setup ## A load test of the same three methods with its report, build/loadtest/index.html
+loadtest-demo: setup ## A load test of plain decoding, DSPARK, CARRYOVER_DSPARK with its report, build/loadtest/index.html
 	@$(RUN) -m sglang_ext_loadtest.demo
 
 observe: setup prometheus ## A server with prompts trickling in, and Prometheus with the rules, until Ctrl-C

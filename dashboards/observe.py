@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def observed(args: argparse.Namespace) -> Iterator[subprocess.Popen[bytes]]:
     """Start everything and print where it is; yields the server."""
     work = WORK / str(args.port)  # another one, on another port, keeps its own
-    drafter = suite(args.models, args.target, args.draft, ("carryover",), work).last
+    drafter = suite(args.models, args.target, args.draft, ("carryover",)).last
     ports = {"--port": args.port, "--prometheus-port": args.prometheus_port, "--preview-port": args.preview_port}
     if len(set(ports.values())) < len(ports):
         raise UsageError(f"{', '.join(ports)} are the same in part; give three different ports.")

@@ -62,9 +62,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise UsageError("--target and --draft stand for one target's models; add --only with its kind.")
     work = args.out.parent / "demo"
     suites = {
-        kind: suite(
-            args.models, args.target or f"{kind}-target", args.draft or f"dspark-{kind}", MECHANISMS[kind], work / kind
-        )
+        kind: suite(args.models, args.target or f"{kind}-target", args.draft or f"dspark-{kind}", MECHANISMS[kind])
         for kind in ([args.only] if args.only else MECHANISMS)
     }
     prompts = read_prompts(args.prompts or args.models / "prompts.jsonl", args.per_category)
@@ -72,8 +70,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     results: list[dict[str, Any]] = []
     for kind, served in suites.items():
         rows = serve(args, console, served, prompts, work / kind)
-        results.append({"target": str(served.target), "methods": rows, "untrained": list(served.untrained)})
-        console.print(report.table(served.target.name, rows, served.untrained))
+        results.append({"target": str(served.target), "methods": rows})
+        console.print(report.table(served.target.name, rows))
     settings = {name: getattr(args, name) for name in ("per_category", "max_tokens", "concurrency")}
     settings["seconds"] = round(time.monotonic() - begun, 1)
     record.write(args.out, report.document(results, settings))
@@ -114,9 +112,6 @@ def measure(args: argparse.Namespace, prompts: list[Prompt], method: str, bar: P
 
 def explain(console: Console, suites: dict[str, Suite], out: Path) -> None:
     """What a reader of the tables must know."""
-    untrained = [method for served in suites.values() for method in served.untrained]
-    if untrained:
-        console.print(f"Still untrained, so no result for its mechanism: {', '.join(untrained)}.")
     console.print(
         "The other drafters were trained for longer than the stock one; what that alone gives: docs/results.md."
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from rich.table import Table
@@ -10,19 +9,17 @@ from rich.table import Table
 from sglang_ext.evaluation.record import environment
 
 
-def table(target: str, rows: list[dict[str, Any]], untrained: Collection[str]) -> Table:
+def table(target: str, rows: list[dict[str, Any]]) -> Table:
     """A column per method, so that it fits 80 characters.
 
     Args:
         target: its name.
         rows: what ``measure.figures`` made of each method.
-        untrained: the methods whose embedding or reader is still zero.
     """
     grid = Table(title=f"Acceptance length on {target}: tokens per step of the target", title_justify="left")
     grid.add_column("held-out prompts")
     for row in rows:
-        note = "\n(untrained)" if row["method"] in untrained else ""
-        grid.add_column(row["method"] + note, justify="right")
+        grid.add_column(row["method"], justify="right")
     for category in rows[0]["by_category"]:
         grid.add_row(category, *(f"{row['by_category'][category]:.2f}" for row in rows))
     grid.add_section()

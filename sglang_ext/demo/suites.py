@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_ext.checkpoints import DraftContract, TargetInfo, check, read_contract, read_target
-from sglang_ext.commands.convert import convert, convert_ready
+from sglang_ext.checkpoints import DraftContract, check, read_contract, read_target
 from sglang_ext.errors import UsageError
-from sglang_ext.ready.config import ReadyConfig
 
 PLAIN = "plain decoding"
 MECHANISMS = {"dense": ("carryover",), "hybrid": ("ready", "ready-carryover")}
@@ -23,44 +20,26 @@ class Suite:
 
     target: Path
     words: dict[str, list[str]]  # method -> arguments of ``sglang-ext serve``
-    untrained: tuple[str, ...]  # methods whose mechanism has never been trained
     last: DraftContract  # the drafter of the last method
 
 
-def suite(models: Path, target: str, draft: str, mechanisms: Sequence[str], work: Path) -> Suite:
-    """The reference target and drafter in ``models``; a form of it that is not there is made in ``work``, untrained.
+def suite(models: Path, target: str, draft: str, mechanisms: Sequence[str]) -> Suite:
+    """The reference target, its drafter and that drafter's trained forms ``MECHANISM-DRAFT`` in ``models``.
 
-    Raises UsageError when one of the two is missing or they do not fit.
+    Raises UsageError when one of them is missing, does not fit the target or is untrained.
     """
-    paths = models / target, models / draft
-    for path in paths:
+    drafters = [models / name for name in (draft, *(f"{mechanism}-{draft}" for mechanism in mechanisms))]
+    for path in (models / target, *drafters):
         if not (path / "config.json").exists():
             raise UsageError(f"The reference model {path} is missing; run in the repository's root or give --models.")
-    base, info = read_contract(paths[1]), read_target(paths[0])
+    info = read_target(models / target)
+    base, *forms = map(read_contract, drafters)
     check(base, info)
-    served = str(paths[0])
+    served = str(info.path)
     words = {PLAIN: [served], base.algorithm: [served, "--draft", str(base.path), "--method", "none"]}
-    untrained: list[str] = []
-    last = base
-    for mechanism in mechanisms:
-        last = _form(base, models / f"{mechanism}-{draft}", mechanism, info, work)
-        check(last, info)
-        words[last.algorithm] = [served, "--draft", str(last.path)]
-        if last.embedding_is_zero() or last.reader_is_zero():
-            untrained.append(last.algorithm)
-    return Suite(paths[0], words, tuple(untrained), last)
-
-
-def _form(base: DraftContract, trained: Path, mechanism: str, target: TargetInfo, work: Path) -> DraftContract:
-    """The drafter with a mechanism: the trained one, else what ``convert`` makes of the stock one."""
-    if (trained / "config.json").exists():
-        return read_contract(trained)
-    carrying, made = work / f"{trained.name}.part", work / trained.name
-    for path in (carrying, made):
-        shutil.rmtree(path, ignore_errors=True)
-    if mechanism == "carryover":
-        return convert(base, made)
-    if target.recurrent is None:
-        raise UsageError(f"{target.path} has no recurrent layers whose states could be read; give the hybrid target.")
-    start = convert(base, carrying) if mechanism == "ready-carryover" else base
-    return convert_ready(start, made, ReadyConfig.for_target(target.recurrent))
+    for form in forms:
+        check(form, info)
+        if form.embedding_is_zero() or form.reader_is_zero():
+            raise UsageError(f"{form.path} is still untrained, so its figures would be no result; train it first.")
+        words[form.algorithm] = [served, "--draft", str(form.path)]
+    return Suite(info.path, words, (base, *forms)[-1])

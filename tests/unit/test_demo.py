@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_fixtures import make_drafter, make_target
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
+from sglang_ext.checkpoints import read_contract, read_target
+from sglang_ext.commands.convert import convert, convert_ready
 from sglang_ext.demo import report
 from sglang_ext.demo.__main__ import main
 from sglang_ext.demo.measure import figures
-from sglang_ext.demo.suites import MECHANISMS, suite
+from sglang_ext.demo.suites import MECHANISMS, Suite, suite
 from sglang_ext.errors import UsageError
 from sglang_ext.evaluation import record
 from sglang_ext.evaluation.client import Answer
 from sglang_ext.evaluation.prompts import Prompt, read_prompts
+from sglang_ext.ready.config import ReadyConfig
 
+MODELS = Path(__file__).parents[2] / "models"
 HYBRID = {
     "model_type": "qwen3_5_text",
     "layer_types": ["linear_attention"] * 3 + ["full_attention", "linear_attention"],
@@ -30,6 +35,12 @@ HYBRID = {
 }
 PROMPTS = [Prompt("code-1", "code", "a"), Prompt("qa-1", "qa", "b"), Prompt("code-2", "code", "c")]
 PLAIN = [Answer(prompt, "", (1, 2, 3, 4, 5), ()) for prompt in PROMPTS]
+
+
+def train(drafter: Path) -> None:
+    """Ones in the place of what is zero before training."""
+    tensors = load_file(drafter / "model.safetensors")
+    save_file({n: t if t.any() else torch.ones_like(t) for n, t in tensors.items()}, drafter / "model.safetensors")
 
 
 def write_prompts(path: Path) -> Path:
@@ -64,14 +75,14 @@ def test_a_method_is_judged_by_its_histograms_and_its_tokens() -> None:
     assert (row["identical"], row["different"]) == (False, ["qa-1"])
 
 
-def test_the_table_names_what_is_untrained_and_what_differs() -> None:
+def test_the_table_names_what_differs() -> None:
     rows = [figures("plain decoding", PLAIN, PLAIN)]
     wrong = [Answer(p, "", (9,), (1, 2)) for p in PROMPTS]
     rows.append(figures("CARRYOVER_DSPARK", wrong, PLAIN))
     console = Console(width=80, record=True)
-    console.print(report.table("dense-target", rows, untrained=("CARRYOVER_DSPARK",)))
+    console.print(report.table("dense-target", rows))
     text = console.export_text()
-    for part in ("dense-target", "(untrained)", "overall", "1.67", "verify steps", "no: code-1, qa-1, code-2", "yes"):
+    for part in ("dense-target", "CARRYOVER_DSPARK", "overall", "1.67", "no: code-1, qa-1, code-2", "yes"):
         assert part in text, text
 
 
@@ -94,7 +105,11 @@ def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path, capsys: pytest.
     assert "dense-target is missing" in refused()
     make_target(tmp_path / "dense-target")
     assert "dspark-dense is missing" in refused()
-    make_drafter(tmp_path / "dspark-dense", "dspark")
+    base = read_contract(make_drafter(tmp_path / "dspark-dense", "dspark"))
+    assert "carryover-dspark-dense is missing" in refused()
+    form = convert(base, tmp_path / "carryover-dspark-dense").path
+    assert "carryover-dspark-dense is still untrained" in refused()
+    train(form)
     assert "hybrid-target is missing" in refused()
     assert "There are no prompts" in refused("--only", "dense")
     write_prompts(tmp_path / "prompts.jsonl")
@@ -108,14 +123,30 @@ def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path, capsys: pytest.
 
 
 def test_each_target_shows_its_mechanisms(tmp_path: Path) -> None:
-    make_target(tmp_path / "hybrid-target", **HYBRID)
-    make_drafter(tmp_path / "dspark-hybrid", "dspark")
-    served = suite(tmp_path, "hybrid-target", "dspark-hybrid", MECHANISMS["hybrid"], tmp_path / "work")
-    assert list(served.words) == ["plain decoding", "DSPARK", "READY", "READY_CARRYOVER"]
-    assert served.words["DSPARK"][-2:] == ["--method", "none"]
-    assert served.untrained == ("READY", "READY_CARRYOVER") and served.last.algorithm == "READY_CARRYOVER"
-    made = served.words["READY"][-1]
-    assert Path(made).parent == tmp_path / "work"
-    shutil.copytree(made, tmp_path / "ready-dspark-hybrid")
-    served = suite(tmp_path, "hybrid-target", "dspark-hybrid", MECHANISMS["hybrid"], tmp_path / "work")
-    assert served.words["READY"][-1] == str(tmp_path / "ready-dspark-hybrid")
+    recurrent = read_target(make_target(tmp_path / "hybrid-target", **HYBRID)).recurrent
+    assert recurrent is not None
+    config = ReadyConfig.for_target(recurrent)
+    base = read_contract(make_drafter(tmp_path / "dspark-hybrid", "dspark"))
+    train(convert_ready(base, tmp_path / "ready-dspark-hybrid", config).path)
+    both = convert(read_contract(tmp_path / "ready-dspark-hybrid"), tmp_path / "ready-carryover-dspark-hybrid").path
+
+    def served() -> Suite:
+        return suite(tmp_path, "hybrid-target", "dspark-hybrid", MECHANISMS["hybrid"])
+
+    with pytest.raises(UsageError, match="ready-carryover-dspark-hybrid is still untrained"):
+        served()  # its reader is trained, its embedding is not
+    train(both)
+    words = served().words
+    assert list(words) == ["plain decoding", "DSPARK", "READY", "READY_CARRYOVER"]
+    assert words["DSPARK"][-2:] == ["--method", "none"]
+    assert words["READY"][-1] == str(tmp_path / "ready-dspark-hybrid")
+    assert words["READY_CARRYOVER"][-1] == str(both)
+    assert served().last.algorithm == "READY_CARRYOVER"
+
+
+@pytest.mark.parametrize(
+    ("kind", "methods"), [("dense", ["CARRYOVER_DSPARK"]), ("hybrid", ["READY", "READY_CARRYOVER"])]
+)
+def test_the_reference_models_are_all_there_and_trained(kind: str, methods: list[str]) -> None:
+    shipped = suite(MODELS, f"{kind}-target", f"dspark-{kind}", MECHANISMS[kind])
+    assert list(shipped.words) == ["plain decoding", "DSPARK", *methods]
