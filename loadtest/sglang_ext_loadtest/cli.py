@@ -16,6 +16,7 @@ from sglang_ext.evaluation.servers import interrupt_on_terminate
 from sglang_ext_loadtest import report, results, settings, summary, tokens, workload
 from sglang_ext_loadtest.arrivals import read_trace
 from sglang_ext_loadtest.gates import Gate
+from sglang_ext_loadtest.launch import wait
 from sglang_ext_loadtest.runner import Runner, schedule, search
 
 BEGUN = time.monotonic()
@@ -110,6 +111,7 @@ def measure_in_turns(sweeps: Sequence[tuple[settings.Sweep, Path]]) -> int:
         try:
             for runner in runners:
                 stack.enter_context(runner).start()
+            wait([server for runner in runners for server in runner.servers.values()])
             for runner in runners:
                 runner.ready()
             for repeat in range(max(sweep.load.repeats for sweep, _ in sweeps)):

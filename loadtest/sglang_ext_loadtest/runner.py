@@ -8,7 +8,6 @@ import math
 import os
 import random
 import re
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.errors import UsageError
-from sglang_ext.evaluation.servers import free_port, started, wait_until_healthy
 from sglang_ext_loadtest import figures
 from sglang_ext_loadtest.collector import RECORDS, RUN
 from sglang_ext_loadtest.generator import Generator
+from sglang_ext_loadtest.launch import Server, wait
 from sglang_ext_loadtest.records import ERRORS, MEASURE, Record, RequestError
 from sglang_ext_loadtest.server import Endpoint, Gauges, cross_check
 from sglang_ext_loadtest.settings import Method, Plan, Sweep
 
-# A server's process, port, log, what ends it, and until when it may load (monotonic clock).
-Starting = tuple[subprocess.Popen[bytes], int, Path, contextlib.ExitStack, float]
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 GRACE_SECONDS = 60.0  # for Locust to start and to end, on top of a step's own limit
 SILENT_CELLS = 2  # in a row without an answer, after which a server is given up
@@ -85,12 +82,9 @@ class Runner:
     def __init__(self, sweep: Sweep, out: Path, say: Callable[[str], None]) -> None:
         self.sweep, self.out, self.say = sweep, out, say
         self.about: dict[str, dict[str, Any]] = {}  # what each method's server says about itself
-        self._stack = contextlib.ExitStack()
+        self.servers: dict[str, Server] = {}  # by method: those that were started, up or not
         self._up: dict[str, tuple[Endpoint, str]] = {}  # by method: the current one, side by side all
-        self._starting: dict[str, Starting] = {}  # servers that were started, up or not
-        self._urls: dict[str, str] = {}  # of servers that run
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._dead: dict[str, UsageError] = {}  # servers that could not be started
+        self._dead: dict[str, UsageError] = {}  # servers that could not be started, or hang
         self._silent: Counter[str] = Counter()  # by method: cells in a row without one answer
         self._rehearsed: set[str] = set()
         self._generator: Generator | None = None
@@ -134,15 +128,15 @@ class Runner:
     def start(self) -> None:
         """Start the servers that stay up side by side; they load while the caller goes on."""
         ours = [method for method in self.sweep.methods if method.serve]
-        if self.sweep.load.side_by_side and ours and not self._starting:
+        if self.sweep.load.side_by_side and ours and not self.servers:
             self._launch(ours)
 
     def ready(self) -> None:
         """Wait until they answer or have had their time, and rehearse them all at once."""
         if self.sweep.load.side_by_side:
-            for method in self.sweep.methods:
-                self._await(method)
-            up = [method for method in self.sweep.methods if method.name in self._urls]
+            self._await()
+            names = self.servers.keys() - self._dead.keys()
+            up = [method for method in self.sweep.methods if method.name in names]
             for method in up:
                 with contextlib.suppress(RequestError):  # comes up again when its turn comes, and is reported then
                     self._greet(method)
@@ -155,13 +149,13 @@ class Runner:
             return self._up[method.name]
         if not self.sweep.load.side_by_side:
             self._stop_servers()
-        if method.serve and method.name not in self._urls:
+        if method.serve and not (method.name in self.servers and self.servers[method.name].settled):
             if self.sweep.load.side_by_side:
                 self.start()
                 self.ready()
             else:
                 self._launch([method])
-                self._await(method)
+                self._await()
         if method.name in self._dead:
             raise self._dead[method.name]
         endpoint = self._greet(method)
@@ -169,7 +163,7 @@ class Runner:
         return endpoint
 
     def _greet(self, method: Method) -> tuple[Endpoint, str]:
-        url = method.url or self._urls[method.name]
+        url = method.url or self.servers[method.name].url
         endpoint = Endpoint(url, self._api_key)
         model = endpoint.model(method.model)
         if "model" not in self.about.get(method.name, {}):  # also after a cell in which the endpoint was down
@@ -197,37 +191,21 @@ class Runner:
     def _launch(self, methods: Sequence[Method]) -> None:
         """Start servers together."""
         self.say(f"starting {', '.join(method.name for method in methods)}")
-        deadline = time.monotonic() + self.sweep.load.start_seconds
-        ports: set[int] = set()
         for method in methods:
-            while (port := free_port()) in ports:
-                pass
-            ports.add(port)
             log = self.out / "servers" / f"{_slug(method.name)}.log"
-            own = self._stack.enter_context(contextlib.ExitStack())
-            process = own.enter_context(started(method.serve, port=port, log=log))
-            self._processes.append(process)
-            self._starting[method.name] = process, port, log, own, deadline
+            self.servers[method.name] = Server(method.name, method.serve, log, self.sweep.load.start_seconds, self.say)
 
-    def _await(self, method: Method) -> None:
-        """Wait for a server that was started; one that does not answer in time is dead for the rest of the sweep."""
-        if method.name not in self._starting or method.name in self._urls | self._dead:
-            return
-        process, port, log, own, deadline = self._starting[method.name]
-        try:
-            wait_until_healthy(process, port, log, deadline)
-        except UsageError as error:
-            self._dead[method.name] = error
-            own.close()
-        else:
-            self._urls[method.name] = f"http://127.0.0.1:{port}"
+    def _await(self) -> None:
+        """Wait for servers that were started; one that does not answer in time is dead for the rest of the sweep."""
+        wait(list(self.servers.values()))
+        self._dead |= {name: server.failure for name, server in self.servers.items() if server.failure is not None}
 
     def _stop_servers(self) -> None:
-        for process in self._processes:  # all of them are told before the first is waited for
-            if process.poll() is None:
-                process.terminate()
-        self._stack.close()
-        self._processes, self._starting, self._urls, self._up = [], {}, {}, {}
+        for server in self.servers.values():  # all of them are told before the first is waited for
+            server.terminate()
+        for server in self.servers.values():
+            server.close()
+        self.servers, self._up = {}, {}
 
     def _cell(self, slot: Slot, endpoint: Endpoint, model: str) -> dict[str, Any]:
         name = f"{_slug(slot.method.name)}-{slot.level:g}-{slot.repeat + 1}"

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from mock_sse import QUICK
-from sglang_ext_loadtest import results, runner
+from sglang_ext_loadtest import launch, results
 from sglang_ext_loadtest.cli import main
 from sglang_ext_loadtest.generator import Generator
 from sglang_ext_loadtest.runner import Runner, schedule
@@ -117,9 +117,10 @@ def test_a_server_that_hangs_is_given_up_and_costs_two_cells(
         process.kill()
         process.communicate()
 
-    monkeypatch.setattr(runner, "started", started)
-    monkeypatch.setattr(runner, "free_port", lambda: int(mock.url.rsplit(":", 1)[1]))
-    monkeypatch.setattr(runner, "wait_until_healthy", lambda *_: None)
+    monkeypatch.setattr(launch, "started", started)
+    monkeypatch.setattr(launch, "free_port", lambda: int(mock.url.rsplit(":", 1)[1]))
+    monkeypatch.setattr(launch, "trouble", lambda *_: None)
+    monkeypatch.setattr(launch, "answers", lambda port: True)
     script = QUICK if fault is None else {**QUICK, "fault": fault}
     sweep = Sweep(
         (Method("mock", serve=("TARGET",)),),
