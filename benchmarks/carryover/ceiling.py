@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +34,35 @@ from sglang_ext.training.features import TargetFeatures
 from sglang_ext.training.targets_model import load_target
 
 
-class WithOpinions:
-    """The target's features, as ``verify_branches`` asks for them; keeps what each row predicts."""
+class WithHidden:
+    """The target's features, as ``verify_branches`` asks for them; keeps the last hidden states."""
 
     def __init__(self, features: TargetFeatures) -> None:
         self.features = features
-        self.predicted = torch.empty(0)
+        self.last_hidden = torch.empty(0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        features, last_hidden = self.features(*args, **kwargs)
-        self.predicted = self.features.logits(last_hidden).argmax(-1)
-        return features, last_hidden
+        features, self.last_hidden = self.features(*args, **kwargs)
+        return features, self.last_hidden
+
+
+@dataclass
+class FirstRound:
+    """What a first draft at every anchor [A] of a batch leads to."""
+
+    given: dict[str, Tensor]  # the packed batch, for the drafter
+    drafts: Tensor  # [A, P]
+    last_hidden: Tensor  # [A, P + 1, H], of the anchor and the drafts, before the target's final norm
+    row: Tensor  # [A], of the batch
+    start: Tensor  # [A], position of the anchor; 0 where there is none
+    second: dict[str, Tensor]  # where the second draft starts and what it is judged by, see second_blocks
+    place: Tensor  # [A, P]: the verified row that predicts what draft j of the second block drafts
 
 
 @torch.no_grad()
-def count(drafter: Any, features: TargetFeatures, inputs: dict[str, Tensor], gamma: float) -> dict[str, float]:
-    """Sums over the rounds of one batch."""
-    ids, lengths = inputs["input_ids"], inputs["lengths"]
+def first_round(drafter: Any, features: TargetFeatures, inputs: dict[str, Tensor], gamma: float) -> FirstRound:
+    """Draft at every anchor and let the target verify."""
+    ids = inputs["input_ids"]
     rows, width = ids.shape
     recorded = DynamicCache()
     packed = pack(inputs, *features(ids, past_key_values=recorded))
@@ -58,15 +71,24 @@ def count(drafter: Any, features: TargetFeatures, inputs: dict[str, Tensor], gam
     drafts = first.shape[1]
     row = torch.arange(rows).repeat_interleave(len(first) // rows)
     start = torch.where(inputs["valid"], inputs["anchors"] - row * width, 0)
-    opinions: Any = WithOpinions(features)
-    verify_branches(opinions, ids, start.view(rows, -1), first.view(rows, -1, drafts), recorded)
-    predicted = opinions.predicted.view(-1, drafts + 1)
-
+    target: Any = WithHidden(features)
+    verify_branches(target, ids, start.view(rows, -1), first.view(rows, -1, drafts), recorded)
     second = second_blocks(inputs, first, gamma)
-    supervised, committed = second["weights"] > 0, second["anchors"] - row * width - start
-    tokens = drafter.propose(**{**given, "anchors": second["anchors"]})
-    # Draft j of the second block stands where row (committed + j) of the verified branch predicts.
+    committed = second["anchors"] - row * width - start
     place = committed[:, None] + torch.arange(drafts)
+    return FirstRound(given, first, target.last_hidden.view(len(first), drafts + 1, -1), row, start, second, place)
+
+
+@torch.no_grad()
+def count(drafter: Any, features: TargetFeatures, inputs: dict[str, Tensor], gamma: float) -> dict[str, float]:
+    """Sums over the rounds of one batch."""
+    ids, lengths = inputs["input_ids"], inputs["lengths"]
+    done = first_round(drafter, features, inputs, gamma)
+    first, row, start, second, place = done.drafts, done.row, done.start, done.second, done.place
+    drafts, width = first.shape[1], ids.shape[1]
+    predicted = features.logits(done.last_hidden).argmax(-1)
+    supervised, committed = second["weights"] > 0, place[:, 0]
+    tokens = drafter.propose(**{**done.given, "anchors": second["anchors"]})
     opinion = predicted.gather(1, place.clamp(0, drafts))
     right = (tokens == second["labels"]) & supervised
     either = right | ((opinion == second["labels"]) & supervised & (place <= drafts))
