@@ -28,6 +28,8 @@ STYLE: dict[Any, Any] = {
     "axes.edgecolor": "#9aa0a8",
     "legend.frameon": False,
 }
+LETTERS = 72  # of a legend that fit beside each other, six a column for its handle
+LABELLED = 3  # methods whose bars are wide enough for numbers
 Group = dict[str, Any]
 
 
@@ -67,7 +69,7 @@ def speedup(groups: Sequence[Group], shades: dict[str, str], unit: str) -> str:
                 )
         if against_plain:
             axes.axhline(1, color=PLAIN, lw=1.5, ls="--")
-            axes.annotate("plain decoding", (0.99, 1), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+            axes.annotate("plain decoding", (0.99, 1), xycoords=("axes fraction", "data"), ha="right", va="top")
         _levels(axes, groups, unit)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("times plain decoding" if against_plain else "output tokens/s")
@@ -129,7 +131,8 @@ def categories(acceptance: dict[str, dict[str, Any]], shades: dict[str, str]) ->
             bars = axes.bar(
                 places, values, width * 0.95, color=shades[method], label=f"{method} (all: {figures['length']:.2f})"
             )
-            axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=1)
+            if len(acceptance) <= LABELLED:
+                axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=1)
         axes.axhline(1, color=PLAIN, lw=1.5, ls="--")
         axes.set_xticks(range(len(names)), names)
         axes.grid(visible=False, axis="x")
@@ -155,8 +158,10 @@ def survival(acceptance: dict[str, dict[str, Any]], shades: dict[str, str]) -> s
 
 
 def _legend(axes: Axes) -> None:
-    """Above the axes, where it hides nothing."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.2, columnspacing=1.2)
+    """Above the axes, where it hides nothing, in as many columns as its longest name leaves room for."""
+    longest = max((len(str(label)) for label in axes.get_legend_handles_labels()[1]), default=1)
+    columns = min(3, max(1, LETTERS // (longest + 6)))
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, columnspacing=1.2)
 
 
 def _levels(axes: Axes, groups: Sequence[Group], unit: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sglang_ext_loadtest import compare
+from sglang_ext_loadtest import answer, compare
 from sglang_ext_loadtest.figures import accepted, spread
 from sglang_ext_loadtest.gates import Gate
 from sglang_ext_loadtest.settings import Method, Slo, Sweep
@@ -40,7 +40,7 @@ def summarize(sweep: Sweep, cells: Sequence[Cell]) -> dict[str, Any]:
         "acceptance": acceptances(sweep, cells),
         "break_even": break_evens(sweep, cells, pairs),
         "choices": choices,
-        "answer": answer(sweep, table, choices),
+        "answer": answer.sentences(sweep, table, choices),
         "invalid": [f"{reason} ({count} cells)" if count > 1 else reason for reason, count in invalid.items()],
         "gates": {text: not any(failure.startswith(f"{text}: ") for failure in failures) for text in sweep.gates},
         "gate_failures": failures,
@@ -140,41 +140,6 @@ def choose(
                 ties.append(other["method"])
         choices.append({"level": level, "method": best["method"], "ties": ties, "speedup": best.get("speedup", {})})
     return choices
-
-
-def answer(sweep: Sweep, table: Sequence[dict[str, Any]], choices: Sequence[dict[str, Any]]) -> list[str]:
-    """Which method at which concurrency, in sentences."""
-    unit = "requests/s" if sweep.load.arrivals else "concurrency"
-    if len(sweep.methods) == 1 and table:
-        rates = ", ".join(f"{group['throughput']['output_tok_s']:.1f} at {group['level']:g}" for group in table)
-        return [f"Output tokens/s by {unit}: {rates}."]
-    runs: list[list[dict[str, Any]]] = []
-    for choice in choices:
-        if runs and runs[-1][0]["method"] == choice["method"] and runs[-1][0]["ties"] == choice["ties"]:
-            runs[-1].append(choice)
-        else:
-            runs.append([choice])
-    sentences = []
-    for run in runs:
-        first, last = run[0]["level"], run[-1]["level"]
-        span = f"{first:g}" if first == last else f"{first:g} to {last:g}"
-        at = f"At {span} requests/s" if sweep.load.arrivals else f"At concurrency {span}"
-        name = run[0]["method"]
-        if name is None:
-            sentences.append(f"{at}: {run[0]['reason']}.")
-            continue
-        text = f"{at}: {name}"
-        gains = [entry["speedup"]["plain"] for entry in run if "plain" in entry["speedup"]]
-        if gains:
-            low, high = min(gain["value"] for gain in gains), max(gain["value"] for gain in gains)
-            span = f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
-            text += f", {span} times plain decoding"
-        if run[0]["ties"]:
-            text += f" (not clearly ahead of {', '.join(run[0]['ties'])})"
-        sentences.append(text + ".")
-    if not table:
-        sentences.append("Nothing valid was measured.")
-    return sentences
 
 
 def _group(method: Method, level: float, mine: Sequence[Cell], valid: Sequence[Cell], slo: Slo) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from sglang_ext_loadtest import compare, figures, report, results, summary
+from sglang_ext_loadtest import answer, compare, figures, plots, report, results, summary
 from sglang_ext_loadtest.records import COOLDOWN, MEASURE, WARMUP, Record
 from sglang_ext_loadtest.settings import Load, Method, Slo, Sweep, Workload
 
@@ -212,13 +214,59 @@ def test_the_answer_names_the_method_at_each_concurrency(tmp_path: Path) -> None
     assert found["passed"]
     choices = {choice["level"]: (choice["method"], choice["ties"]) for choice in found["choices"]}
     assert choices == {1.0: ("NEW", []), 2.0: ("NEW", ["DSPARK"]), 4.0: ("plain", [])}
-    assert found["answer"][0].startswith("At concurrency 1: NEW, 2.0")
-    assert "not clearly ahead of DSPARK" in found["answer"][1]
-    assert found["answer"][2] == "At concurrency 4: plain."
+    first, last = found["answer"]
+    assert first.startswith("At concurrency 1 to 2: NEW, 1.2") and " to 2.0" in first
+    assert first.endswith(" times plain decoding (not clearly ahead of DSPARK at 2).")
+    assert last == "At concurrency 4: plain."
     points = {(point["method"], point["reference"]): point for point in found["break_even"]}
     assert 2 < points["NEW", "plain"]["value"] < 4
     assert points["NEW", "DSPARK"]["text"].startswith("is faster than DSPARK at every measured concurrency, up to 4")
     assert ("plain", "DSPARK") not in points
+
+
+def test_one_method_is_named_for_all_levels_at_which_none_is_clearly_ahead_of_it(tmp_path: Path) -> None:
+    chosen, levels = sweep(tmp_path), (1.0, 2.0, 4.0, 8.0, 16.0)
+
+    def said(fronts: Sequence[Sequence[str]], speeds: dict[str, float]) -> list[str]:
+        table = [
+            {"method": name, "level": level, "matched_tok_s": speed, "speedup": {}}
+            for level in levels
+            for name, speed in speeds.items()
+        ]
+        choices = [
+            {"level": level, "method": front[0], "ties": front[1:]}
+            if front
+            else {"level": level, "method": None, "reason": "none", "ties": []}
+            for level, front in zip(levels, fronts, strict=True)
+        ]
+        return answer.sentences(chosen, table, choices)
+
+    fronts = [["NEW", "DSPARK"], ["DSPARK", "NEW"], ["NEW", "DSPARK"], ["DSPARK", "NEW", "plain"], ["NEW", "DSPARK"]]
+    speeds = {"plain": 1.0, "DSPARK": 2.0, "NEW": 2.1}
+    assert said(fronts, speeds) == ["At concurrency 1 to 16: NEW (not clearly ahead of plain at 8; DSPARK)."]
+    assert said(fronts, speeds | {"NEW": 1.9})[0].startswith("At concurrency 1 to 16: DSPARK (")
+    parted = [["NEW"], ["NEW", "DSPARK"], ["DSPARK"], [], []]
+    assert said(parted, speeds) == [
+        "At concurrency 1 to 2: NEW (not clearly ahead of DSPARK at 2).",
+        "At concurrency 4: DSPARK.",
+        "At concurrency 8 to 16: none.",
+    ]
+    gaps = [["NEW", "plain"], ["NEW"], ["NEW", "plain"], ["NEW", "plain"], ["NEW"]]
+    assert said(gaps, speeds) == ["At concurrency 1 to 16: NEW (not clearly ahead of plain at 1, 4 to 8)."]
+
+
+def test_long_names_leave_the_plots_their_room() -> None:
+    names = [f"A_RATHER_LONG_METHOD_{number}" for number in range(5)]
+    about = {"length": 3.0, "by_category": {"code": 3.0, "math": 4.0}, "survival": [0.5]}
+    shades = dict.fromkeys(names, "#000000")
+    for drawn in (
+        plots.categories(dict.fromkeys(names, about), shades),
+        plots.survival(dict.fromkeys(names, about), shades),
+    ):
+        width = float(re.findall(r'viewBox="0 0 ([\d.]+)', drawn)[0])
+        left, right = re.findall(r'<g id="patch_2">\s*<path d="M ([\d.]+) [\d.]+ \nL ([\d.]+) ', drawn)[0]
+        assert float(right) - float(left) > 0.8 * width
+        assert all(name in drawn for name in names)
 
 
 def test_a_method_with_a_caveat_or_beyond_the_slo_is_not_recommended(tmp_path: Path) -> None:
