@@ -233,7 +233,7 @@ def test_one_method_is_named_for_all_levels_at_which_none_is_clearly_ahead_of_it
             for level in levels
             for name, speed in speeds.items()
         ]
-        choices = [
+        choices: list[dict[str, Any]] = [
             {"level": level, "method": front[0], "ties": front[1:]}
             if front
             else {"level": level, "method": None, "reason": "none", "ties": []}
