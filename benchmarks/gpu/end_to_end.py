@@ -5,8 +5,9 @@
 
 writes OUT.json and OUT.png. Speed-ups are ratios of tokens per busy second, acceptance gains are ratios of acceptance
 lengths, both over the same prompts and repeats of two methods; ``kept`` is their quotient: 1 where all of what is
-accepted more arrives as speed, below 1 where the method costs time. Intervals (95 %) draw the same prompts and repeats
-for both.
+accepted more arrives as speed, below 1 where the method costs time. ``round_speed`` is the ratio of verify steps per
+second between a request's first token and its end: below 1 where a method's round takes longer. The time to the
+first token, which no draft shortens, takes the rest. Intervals (95 %) draw the same prompts and repeats for both.
 """
 
 from __future__ import annotations
@@ -50,6 +51,15 @@ def lengths(rows: compare.Rows) -> list[dict[str, Any]]:
     return found
 
 
+def rounds(rows: compare.Rows) -> list[dict[str, Any]]:
+    """Requests in a form whose tokens per second are verify steps per second after the first token."""
+    return [
+        {**row, "tokens": sum(row["histogram"]), "busy_s": (row["e2e_ms"] - row["ttft_ms"]) / 1000}
+        for row in rows
+        if row["error"] is None
+    ]
+
+
 def measured(cells: Sequence[Mapping[str, Any]], method: str, level: float) -> dict[int, compare.Rows]:
     """Requests of the valid cells of a method at a level, by repeat."""
     here = [cell for cell in cells if (cell["method"], cell["level"]) == (method, level) and not cell["invalid"]]
@@ -72,6 +82,9 @@ def pair(ours: dict[int, compare.Rows], theirs: dict[int, compare.Rows], seed: i
         if gain is not None:
             found["acceptance_gain"] = _interval(gain.value, gain.samples)
             found["kept"] = _interval(speed.value / gain.value, speed.samples / gain.samples)
+        pace = compare.ratio([rounds(rows) for rows in left], [rounds(rows) for rows in right], seed)
+        if pace is not None:
+            found["round_speed"] = _interval(pace.value, pace.samples)
     return found
 
 
@@ -86,7 +99,10 @@ def rows(document: Mapping[str, Any], sweep: Sweep, target: str) -> list[dict[st
             continue
         row = {"target": target, "method": method, "concurrency": int(level), "note": notes[method]}
         row |= {"tok_s": round(group["matched_tok_s"], 1), "acceptance_length": round(group["acceptance"]["length"], 4)}
+        row |= {"ttft_ms_p50": round(group["ttft_ms"]["p50"], 2)}
         ours = measured(document["cells"], method, level)
+        taken = rounds([row for repeat in ours.values() for row in repeat])
+        row["round_ms"] = round(1000 * sum(each["busy_s"] for each in taken) / sum(each["tokens"] for each in taken), 3)
         for name, reference in (("plain", plain), ("baseline", baseline(method))):
             theirs = measured(document["cells"], reference, level) if reference else {}
             if reference and (result := pair(ours, theirs, sweep.load.seed)) is not None:
@@ -101,38 +117,46 @@ def _interval(value: float, samples: np.ndarray) -> Interval:
 
 
 def draw(found: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """A row of two panels for each target: over plain decoding, and over the drafter that a method goes on from."""
+    """Two panels for each target: speed-up over plain decoding, and what is kept of the acceptance gain."""
     targets = list(dict.fromkeys(row["target"] for row in found))
-    figure, grid = plt.subplots(len(targets), 2, figsize=(11, 4.6 * len(targets)), squeeze=False)
-    methods = list(dict.fromkeys(row["method"] for row in found))
-    colours = {method: f"C{number}" for number, method in enumerate(methods)}
+    figure, grid = plt.subplots(len(targets), 2, figsize=(11, 3.6 * len(targets)), squeeze=False, layout="constrained")
+    everyone = list(dict.fromkeys(row["method"] for row in found))
+    colours = {method: f"C{number}" for number, method in enumerate(everyone)}
     for axes, target in zip(grid, targets, strict=True):
-        for axis, name in zip(axes, ("plain", "baseline"), strict=True):
-            mine = [row for row in found if row["target"] == target and name in row]
-            for method in methods:
-                points = [row for row in mine if row["method"] == method]
-                for row in points:
-                    over = row[name]
-                    x = row["acceptance_length"] if name == "plain" else over["acceptance_gain"]["value"]
-                    y = over["speedup"]
-                    error = [[max(y["value"] - y["low"], 0)], [max(y["high"] - y["value"], 0)]]
-                    label = method if row is points[0] else None
-                    axis.errorbar(x, y["value"], yerr=error, fmt="o", color=colours[method], capsize=2, label=label)
-                    axis.annotate(f" {row['concurrency']}", (x, y["value"]), fontsize=8)
-            low, high = axis.get_xlim()
-            line = np.array([min(low, 1.0), max(high, 1.05)])
-            axis.plot(line, line, color="0.6", lw=0.8, label="speed-up = acceptance")
-            if name == "baseline":
-                axis.plot(line, AIM * line, color="0.6", lw=0.8, ls="--", label=f"{AIM:.0%} of it")
+        for axis, name, key in zip(axes, ("plain", "baseline"), ("speedup", "kept"), strict=True):
+            mine = [row for row in found if row["target"] == target and key in row.get(name, {})]
+            methods = [method for method in everyone if any(row["method"] == method for row in mine)]
+            for number, method in enumerate(methods):
+                rows = [row for row in mine if row["method"] == method]
+                shift = (number - (len(methods) - 1) / 2) * 0.8 / len(methods)
+                places = [LEVELS.index(row["concurrency"]) + shift for row in rows]
+                values = [row[name][key] for row in rows]
+                middle = [each["value"] for each in values]
+                below = [max(each["value"] - each["low"], 0) for each in values]
+                above = [max(each["high"] - each["value"], 0) for each in values]
+                look: dict[str, Any] = {"color": colours[method], "label": method}
+                axis.errorbar(places, middle, yerr=(below, above), fmt="o", ms=4, capsize=2, **look)
+                if name == "plain":
+                    axis.scatter(
+                        places, [row["acceptance_length"] for row in rows], marker="_", s=90, **look | {"label": None}
+                    )
+            axis.set_xticks(range(len(LEVELS)), [f"{level}" for level in LEVELS])
+            axis.set_xlim(-0.5, len(LEVELS) - 0.5)
+            axis.set_xlabel("concurrency")
+            axis.grid(axis="y", color="0.92")
+            axis.set_axisbelow(True)
+            axis.axhline(1, color="0.6", lw=0.8)
+            if name == "plain":
+                axis.set_ylim(bottom=0)
+                axis.set_ylabel("points: speed-up, bars: acceptance length", fontsize=9)
+                axis.set_title(f"{target}: times plain decoding", fontsize=10)
             else:
-                axis.axhline(1, color="0.6", lw=0.8, ls=":")
-            axis.set_xlabel("acceptance length" if name == "plain" else "acceptance length over the base drafter's")
-            axis.set_ylabel("speed-up over " + ("plain decoding" if name == "plain" else "the base drafter"))
-            axis.set_title(f"{target}; numbers: concurrency", fontsize=10)
+                axis.set_ylabel("both over the base drafter", fontsize=9)
+                axis.axhline(AIM, color="0.4", lw=1, ls="--", label=f"aim: {AIM}")
+                axis.set_title(f"{target}: speed-up / acceptance gain", fontsize=10)
             if mine:
-                axis.legend(fontsize=8)
+                axis.legend(fontsize=8, ncols=2)
     figure.suptitle(title)
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 

@@ -38,7 +38,8 @@ def cell(method: str, level: float, repeat: int) -> dict[str, Any]:
         tokens = sum(count * (1 + drafts) for drafts, count in enumerate(scaled)) or 40 * (1 + number)
         steps = sum(scaled) or tokens
         row = {"prompt": f"p{number}", "category": "code", "tokens": tokens, "busy_s": steps * step, "error": None}
-        rows.append({**row, "histogram": scaled, "ttft_ms": 1.0, "tpot_ms": 1.0, "e2e_ms": 1.0})
+        times = {"ttft_ms": 100 * steps * step, "tpot_ms": 1.0, "e2e_ms": 1000 * steps * step}  # a tenth to the first
+        rows.append({**row, "histogram": scaled, **times})
     rate = {"output_tok_s": 1.0, "requests_s": 1.0}
     share = {"share": 1.0, **rate}
     unknown = dict.fromkeys(("itl_ms", "chunk_ms", "send_lag_ms"))
@@ -71,6 +72,8 @@ def test_what_is_kept_of_a_gain_is_speed_over_acceptance(script: ModuleType, tmp
     for name, value in (("speedup", 1.25 / 1.05), ("acceptance_gain", 1.25), ("kept", 1 / 1.05)):
         assert ours["baseline"][name] == pytest.approx({"value": value, "low": value, "high": value}, abs=1e-4)
     assert ours["plain"]["speedup"]["value"] == pytest.approx(2.5 * 0.01 / 0.021, abs=1e-4)
+    assert ours["baseline"]["round_speed"]["value"] == pytest.approx(1 / 1.05, abs=1e-4)
+    assert (stock["round_ms"], ours["round_ms"]) == (18.0, 18.9)
     assert record["sources"][0]["gpu"] == ["Some GPU"] and record["sources"][0]["note"] == "Made up."
 
 
