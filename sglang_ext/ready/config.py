@@ -131,7 +131,7 @@ class ReadyConfig:
         if self.layers[-1] >= num_draft_layers:
             raise UsageError(
                 f"ready_config.layers has draft layer {self.layers[-1]}, but the drafter has layers 0 to "
-                f"{num_draft_layers - 1}; correct the list, or write 'last'."
+                f"{num_draft_layers - 1}; name layers among them, or leave layers out for the last one."
             )
         return self.layers
 

@@ -15,8 +15,6 @@ from typing import Any
 from sglang_ext.errors import UsageError
 from sglang_ext.training import drafters
 
-HELP = "train a drafter on draft-verify-draft rounds, from a trained one"
-
 _LEARNING_RATE = 2e-4
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from sglang_ext.errors import UsageError
 
-HELP = "build the corpus: train and held-out documents by category"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("build/data"), help="output folder (default: %(default)s)")

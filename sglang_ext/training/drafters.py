@@ -18,8 +18,6 @@ from sglang_ext.errors import UsageError
 if TYPE_CHECKING:
     from sglang_ext.training.drafter_models import DrafterShape
 
-HELP = "train a DFlash or DSpark drafter for a target"
-
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     # The reference models of this repository: two layers on a target of a few million parameters.
     "reference": {

@@ -23,7 +23,6 @@ from sglang_ext.training.tokenizer import END, END_OF_TEXT, render_prompt
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-HELP = "turn the corpus into token ids"
 FORMAT = "sglang-ext tokens 1"
 _BATCH = 4096
 

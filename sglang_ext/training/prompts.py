@@ -12,7 +12,6 @@ from pathlib import Path
 from sglang_ext.errors import UsageError
 from sglang_ext.training.text.documents import CATEGORIES, Document, read_documents, read_json_lines, stable_hash
 
-HELP = "choose held-out prompts by category"
 PROMPT_TOKENS = (20, 120)
 _RESPONSE_TOKENS = {"code": 96, "prose": 96, "structured": 40, "translation": 40, "qa": 64, "math": 40}
 

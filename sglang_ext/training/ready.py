@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from sglang_ext.checkpoints import DraftContract, TargetInfo
     from sglang_ext.ready.config import ReadyConfig
 
-HELP = "teach a trained DSpark drafter to read a hybrid target's recurrent states"
-
 _LEARNING_RATES = {"reader": 1e-4, "lora": 5e-5}  # the paper's, for its two stages
 STATES = ("committed", "stale", "shuffled", "zero")
 """What a reader may be fed: the states committed at the anchors, or a control (``ready_trainer.StateSource``)."""
@@ -110,7 +108,10 @@ def reader_config(args: argparse.Namespace, contract: DraftContract, target: Tar
         what = (
             "a DFlash drafter" if contract.kind != "dspark" else f"a drafter with a {contract.markov_head} Markov head"
         )
-        raise UsageError(f"{args.drafter} is {what}; readers are trained in DSpark drafters with a vanilla one.")
+        raise UsageError(
+            f"{args.drafter} is {what}, and a reader can be trained only in a DSpark drafter with a vanilla Markov "
+            "head; give one."
+        )
     if args.lora_rank < 1:
         raise UsageError(f"--lora-rank {args.lora_rank} is too small; give at least 1.")
     if args.reader == "off":

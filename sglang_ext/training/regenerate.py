@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from sglang_ext.training.encode import TokenDataset
 
-HELP = "let a target answer the prompts of the corpus"
 _WINDOW = 16  # batches whose prompts are sorted by length together
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sglang_ext.training.encode import TokenDataset
     from sglang_ext.training.trainer_support import Progress
 
-HELP = "train a small Qwen3 or Qwen3.5-text model on the encoded documents"
 _FREE_BYTES = 500_000_000
 
 

@@ -14,7 +14,6 @@ from sglang_ext.training.text.documents import SPECIAL_TOKENS, read_documents, s
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-HELP = "train the tokenizer on the corpus"
 END_OF_TEXT, START, END, MASK = SPECIAL_TOKENS
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

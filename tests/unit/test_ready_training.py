@@ -373,7 +373,7 @@ def _killed_at(step: int) -> Any:
             "which is no recurrent layer of the target; its recurrent layers are 0, 1, 3",
         ),
         ("--tune reader --rank 9", "above the key_dim of 8"),
-        ("--tune reader --layers 2", "the drafter has layers 0 to 1"),
+        ("--tune reader --layers 2", "the drafter has layers 0 to 1; name layers among them"),
         ("--tune reader --carry on", "has no Carryover embedding"),
         ("--tune lora --embedding-start 3", "starts no embedding: give a positive scale, with --carry on"),
         ("--tune lora --lora-rank 0", "--lora-rank 0 is too small"),
@@ -401,7 +401,7 @@ def test_drafters_and_targets_that_cannot_read_are_refused(
             ready.run(stage(target_path, with_reader, data, tmp_path / "out", "--tune", "lora", *options.split()))
     assert ready.prepare(stage(target_path, with_reader, data, tmp_path / "out", "--tune", "lora"))[0] == READER
     export_drafter(build_drafter(hybrid_shape("dflash"), target_path), hybrid_shape("dflash"), target_path, dflash)
-    with pytest.raises(UsageError, match="is a DFlash drafter; readers are trained in DSpark"):
+    with pytest.raises(UsageError, match="is a DFlash drafter, and a reader can be trained only in a DSpark"):
         ready.run(stage(target_path, dflash, data, tmp_path / "out", "--tune", "reader"))
     make_target(dense)
     with pytest.raises(UsageError, match="has no recurrent layers whose states could be read"):
