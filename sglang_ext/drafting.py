@@ -1,8 +1,8 @@
-"""The draft block: which rows it has, where they stand, what they see, which token each one predicts.
+"""The draft block: which rows it has, where they stand, which token each one predicts.
 
-One definition for training and serving (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147). Pure torch: neither SGLang
-nor a trainer is imported. Terms: the *anchor* is the last committed token; its target feature does not exist yet, so
-the context of a block ends one row before it.
+The definition that training uses; tests hold serving to it (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147). Pure
+torch: neither SGLang nor a trainer is imported. The *anchor* is the last committed token; its target feature does not
+exist yet, so the context of a block ends one row before it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,6 @@ class DraftBlock:
         """Tokens drafted per block."""
         return self.size - self.first_draft_row
 
-    @property
-    def verify_rows(self) -> int:
-        """Rows of the target's verify pass: the anchor and every draft (``speculative_num_draft_tokens``)."""
-        return self.drafts + 1
-
     def input_ids(self, anchor_tokens: Tensor, mask_token_id: int) -> Tensor:
         """Block inputs [A, size] for the anchors' tokens [A]."""
         ids = anchor_tokens.new_full((anchor_tokens.shape[0], self.size), mask_token_id)
@@ -61,17 +56,3 @@ class DraftBlock:
     def drafted(self, anchors: Tensor) -> Tensor:
         """Positions [A, drafts] of the tokens that the block drafts: anchor + 1 onwards, for both kinds."""
         return anchors[:, None] + torch.arange(1, self.drafts + 1, device=anchors.device)
-
-
-def block_mask(document_ids: Tensor, anchors: Tensor, block_size: int) -> Tensor:
-    """What the rows of many blocks may attend to, as one boolean mask [A * size, T + A * size].
-
-    ``document_ids`` [T] names the document of every context row of a packed sequence (-1: padding), ``anchors`` [A] are
-    indices into it. Keys are the context rows followed by all block rows. A block row sees the context of its own
-    document strictly before its anchor, and every row of its own block (no causal order inside a block).
-    """
-    rows = torch.arange(anchors.shape[0], device=anchors.device).repeat_interleave(block_size)
-    anchor = anchors[rows][:, None]
-    context = torch.arange(document_ids.shape[0], device=anchors.device)[None, :]
-    same_document = (document_ids[anchor] == document_ids[None, :]) & (document_ids[None, :] >= 0)
-    return torch.cat([same_document & (context < anchor), rows[:, None] == rows[None, :]], dim=1)

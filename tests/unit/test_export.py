@@ -90,10 +90,10 @@ def test_layer_ids_mean_the_output_of_that_layer(target: Path) -> None:
     assert (feature - states[1]).abs().max() > 0.1 and (feature - states[3]).abs().max() > 0.1
 
 
-def test_block_sizes_count_rows_drafts_and_verify_rows() -> None:
+def test_block_sizes_count_rows_and_drafts() -> None:
     dflash, dspark = DraftBlock("dflash", 8), DraftBlock("dspark", 7)
-    assert (dflash.drafts, dflash.verify_rows, dflash.samples_anchor) == (7, 8, False)
-    assert (dspark.drafts, dspark.verify_rows, dspark.samples_anchor) == (7, 8, True)
+    assert (dflash.drafts, dflash.samples_anchor) == (7, False)
+    assert (dspark.drafts, dspark.samples_anchor) == (7, True)
     # Both draft the token after the anchor first: row 1 of DFlash, row 0 of DSpark.
     anchors = torch.tensor([5])
     assert dflash.drafted(anchors).tolist() == dspark.drafted(anchors).tolist() == [[6, 7, 8, 9, 10, 11, 12]]

@@ -16,10 +16,24 @@ from torch.nn.attention.flex_attention import create_mask
 from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import repeat_kv
 
-from sglang_ext.drafting import DraftBlock, block_mask
+from sglang_ext.drafting import DraftBlock
 from sglang_ext.training.drafter_models import build_drafter, pack
 from sglang_ext.training.features import TargetFeatures
 from sglang_ext.training.masks import TILE, anchored_blocks, dense_mask, flex_mask, with_own_rows
+
+
+def block_mask(document_ids: Tensor, anchors: Tensor, block_size: int) -> Tensor:
+    """What the rows of many blocks may attend to, as one boolean mask [A * size, T + A * size].
+
+    ``document_ids`` [T] names the document of every context row of a packed sequence (-1: padding), ``anchors`` [A] are
+    indices into it. Keys are the context rows followed by all block rows. A block row sees the context of its own
+    document strictly before its anchor, and every row of its own block (no causal order inside a block).
+    """
+    rows = torch.arange(anchors.shape[0], device=anchors.device).repeat_interleave(block_size)
+    anchor = anchors[rows][:, None]
+    context = torch.arange(document_ids.shape[0], device=anchors.device)[None, :]
+    same_document = (document_ids[anchor] == document_ids[None, :]) & (document_ids[None, :] >= 0)
+    return torch.cat([same_document & (context < anchor), rows[:, None] == rows[None, :]], dim=1)
 
 
 @settings(max_examples=60, deadline=None)
