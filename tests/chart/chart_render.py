@@ -60,10 +60,10 @@ def case_values(case: str) -> Path:
 
 
 def flags(sets: tuple[str, ...]) -> list[str]:
-    """KEY=VALUE words for helm; a value that is JSON goes through --set-json."""
+    """KEY=VALUE words for helm; JSON goes through --set-json, and so do fractions, of which --set makes words."""
     words: list[str] = []
     for word in sets:
-        kind = "--set-json" if word.split("=", 1)[1][:1] in "[{" else "--set"
+        kind = "--set-json" if word.split("=", 1)[1][:1] in "[{0" else "--set"
         words += [kind, word]
     return words
 

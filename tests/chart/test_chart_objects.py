@@ -307,5 +307,6 @@ def test_notes_size_a_hybrid_target() -> None:
     assert f"{86 * 7 * 150} MiB" in text
     assert "Set server.maxMambaCacheSize" in notes("h200-ready", "server.maxMambaCacheSize=null")
     assert "no longer exactly the target's" in notes("stock-dflash")
+    assert "MethodNotAsConfigured stays silent" in notes("rolling") and "MethodNotAs" not in text + notes("plain")
     assert "WARNING: it is reachable" in notes("ingress", "auth.existingSecret=")
     assert "Sizing" not in notes("plain") and "WARNING" not in notes("plain")

@@ -100,7 +100,12 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         (*chart.PLAIN, 'server.extraArgs=["--max-running-requests=4"]'),
         "server.extraArgs has --max-running-requests, which the chart sets from server.maxRunningRequests; set that",
     ),
-    "flag that the chart sets": ((*chart.PLAIN, 'server.extraArgs=["--host","::"]'), "chart sets itself; leave it out"),
+    "flag that the chart sets": (
+        (*chart.PLAIN, 'server.extraArgs=["--host","::"]'),
+        "chart's own affair; leave it out",
+    ),
+    "pod that only looks": ((*chart.PLAIN, 'server.extraArgs=["--check"]'), "has --check, .*; leave it out"),
+    "more GPUs than the pod has": ((*chart.PLAIN, 'server.extraArgs=["--pp-size=2"]'), "has --pp-size, .*; leave it"),
     "metric folder": (
         (*chart.PLAIN, 'server.extraEnv=[{"name":"PROMETHEUS_MULTIPROC_DIR","value":"/tmp"}]'),
         "would be counted again; leave it out",
@@ -109,7 +114,33 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         (*chart.PLAIN, "speculative.env.SGLANG_EXT_CARRIED_ROWS=0"),
         "which the chart sets from speculative.carriedRows; set that instead",
     ),
+    "variable of a volume": ((*chart.PLAIN, "speculative.env.HOME=/x"), "has HOME, .* at a volume; leave it out"),
+    "variable twice": (
+        (*chart.PLAIN, "speculative.env.A=1", 'server.extraEnv=[{"name":"A","value":"2"}]'),
+        "has A twice in speculative.env and server.extraEnv; keep one",
+    ),
 }
+
+EVERYTHING = (  # each value that becomes a flag or a variable
+    "auth.adminExistingSecret=keys",
+    "auth.existingSecret=keys",
+    "hub.existingSecret=hub",
+    "hub.offline=true",
+    "model.revision=v1",
+    "model.servedName=m",
+    "server.contextLength=4096",
+    "server.mambaFullMemoryRatio=1",
+    "server.maxMambaCacheSize=8",
+    "server.maxRunningRequests=8",
+    "server.memFractionStatic=0.9",
+    "speculative.blockSize=7",
+    "speculative.carriedRows=4",
+    "speculative.draftAttentionBackend=triton",
+    "speculative.draftRevision=v1",
+    "speculative.method=carryover",
+    "speculative.thresholds.acc=1",
+    "speculative.thresholds.single=1",
+)
 
 # The schema names the place; its words differ between helm's releases.
 SCHEMA: dict[str, tuple[tuple[str, ...], str]] = {
@@ -154,6 +185,20 @@ def test_every_sentence_has_its_case() -> None:
     said = [" ".join(chart.refusal(*sets).split()) for sets, _ in REFUSED.values()]
     unreached = [s for s, p in zip(sentences, patterns, strict=True) if not any(re.search(p, x) for x in said)]
     assert unreached == []
+
+
+def test_nothing_of_the_chart_can_be_set_beside_it() -> None:
+    """Every flag and variable that a render can hold is among those that are refused beside it."""
+    text = (chart.CHART / "templates" / "_validate.tpl").read_text()
+
+    def refused(name: str) -> set[str]:
+        return set(re.findall(r'"([^" ]+)"', text.split(f"${name} := dict ")[1].split("\n")[0]))
+
+    container = chart.server(chart.render("multi-node", *EVERYTHING))
+    flags = {word for word in container["args"] if word.startswith("--")}
+    assert flags <= refused("owned") and len(flags) == 23
+    variables = chart.environment(container).keys()
+    assert variables <= refused("ours") and len(variables) == 9
 
 
 @pytest.mark.parametrize(

@@ -138,27 +138,34 @@
 {{- end }}
 
 {{- define "sglang-ext.validateWords" -}}
-{{- $owned := dict "--model-path" "model.path" "--model" "model.path" "--revision" "model.revision" "--served-model-name" "model.servedName" "--draft" "speculative.draft" "--method" "speculative.method" "--speculative-algorithm" "speculative.method" "--speculative-draft-model-path" "speculative.draft" "--speculative-draft-model" "speculative.draft" "--speculative-draft-model-revision" "speculative.draftRevision" "--speculative-num-draft-tokens" "speculative.blockSize" "--speculative-dspark-block-size" "speculative.blockSize" "--speculative-dflash-block-size" "speculative.blockSize" "--speculative-draft-attention-backend" "speculative.draftAttentionBackend" "--speculative-accept-threshold-single" "speculative.thresholds.single" "--speculative-accept-threshold-acc" "speculative.thresholds.acc" "--context-length" "server.contextLength" "--mem-fraction-static" "server.memFractionStatic" "--max-running-requests" "server.maxRunningRequests" "--max-mamba-cache-size" "server.maxMambaCacheSize" "--mamba-full-memory-ratio" "server.mambaFullMemoryRatio" "--port" "server.port" "--api-key" "auth.existingSecret" "--admin-api-key" "auth.adminExistingSecret" "--tp" "gpu.count" "--tp-size" "gpu.count" "--tensor-parallel-size" "gpu.count" "--nnodes" "nodes" "--host" "" "--node-rank" "" "--dist-init-addr" "" "--nccl-init-addr" "" "--enable-metrics" "" "--config" "" -}}
+{{- $owned := dict "--model-path" "model.path" "--model" "model.path" "--revision" "model.revision" "--served-model-name" "model.servedName" "--draft" "speculative.draft" "--method" "speculative.method" "--speculative-algorithm" "speculative.method" "--speculative-draft-model-path" "speculative.draft" "--speculative-draft-model" "speculative.draft" "--speculative-draft-model-revision" "speculative.draftRevision" "--speculative-num-draft-tokens" "speculative.blockSize" "--speculative-dspark-block-size" "speculative.blockSize" "--speculative-dflash-block-size" "speculative.blockSize" "--speculative-draft-attention-backend" "speculative.draftAttentionBackend" "--speculative-accept-threshold-single" "speculative.thresholds.single" "--speculative-accept-threshold-acc" "speculative.thresholds.acc" "--context-length" "server.contextLength" "--mem-fraction-static" "server.memFractionStatic" "--max-running-requests" "server.maxRunningRequests" "--max-mamba-cache-size" "server.maxMambaCacheSize" "--mamba-full-memory-ratio" "server.mambaFullMemoryRatio" "--port" "server.port" "--api-key" "auth.existingSecret" "--admin-api-key" "auth.adminExistingSecret" "--tp" "gpu.count" "--tp-size" "gpu.count" "--tensor-parallel-size" "gpu.count" "--nnodes" "nodes" "--host" "" "--node-rank" "" "--dist-init-addr" "" "--nccl-init-addr" "" "--enable-metrics" "" "--config" "" "--pp" "" "--pp-size" "" "--pipeline-parallel-size" "" "--check" "" -}}
 {{- range .Values.server.extraArgs -}}
 {{- $flag := first (splitList "=" (toString .)) -}}
 {{- if hasKey $owned $flag -}}
 {{- with get $owned $flag -}}
 {{- fail (printf "server.extraArgs has %s, which the chart sets from %s; set that instead." $flag .) -}}
 {{- end -}}
-{{- fail (printf "server.extraArgs has %s, which the chart sets itself; leave it out." $flag) -}}
+{{- fail (printf "server.extraArgs has %s, which is the chart's own affair; leave it out." $flag) -}}
 {{- end -}}
 {{- end -}}
 {{- $names := keys .Values.speculative.env -}}
 {{- range .Values.server.extraEnv -}}
+{{- if has .name $names -}}
+{{- fail (printf "The environment has %s twice in speculative.env and server.extraEnv; keep one." .name) -}}
+{{- end -}}
 {{- $names = append $names .name -}}
 {{- end -}}
-{{- $ours := dict "SGLANG_EXT_CARRIED_ROWS" "speculative.carriedRows" "SGLANG_EXT_EXPECTED_METHOD" "speculative.method and speculative.family" "SGLANG_EXT_API_KEY" "auth.existingSecret" "HF_TOKEN" "hub.existingSecret" "HF_HUB_OFFLINE" "hub.offline" -}}
+{{- $ours := dict "SGLANG_EXT_CARRIED_ROWS" "speculative.carriedRows" "SGLANG_EXT_EXPECTED_METHOD" "speculative.method and speculative.family" "SGLANG_EXT_API_KEY" "auth.existingSecret" "SGLANG_EXT_ADMIN_KEY" "auth.adminExistingSecret" "HF_TOKEN" "hub.existingSecret" "HF_HUB_OFFLINE" "hub.offline" "HOME" "" "SGLANG_CACHE_DIR" "" "HF_HOME" "" -}}
 {{- range $names -}}
 {{- if eq . "PROMETHEUS_MULTIPROC_DIR" -}}
 {{- fail "PROMETHEUS_MULTIPROC_DIR is set, and files of the process before a restart would be counted again; leave it out: SGLang makes a fresh folder below /tmp, an emptyDir, at every start." -}}
 {{- end -}}
 {{- if hasKey $ours . -}}
-{{- fail (printf "The environment has %s, which the chart sets from %s; set that instead." . (get $ours .)) -}}
+{{- $variable := . -}}
+{{- with get $ours . -}}
+{{- fail (printf "The environment has %s, which the chart sets from %s; set that instead." $variable .) -}}
+{{- end -}}
+{{- fail (printf "The environment has %s, which the chart points at a volume; leave it out." .) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
