@@ -112,7 +112,7 @@ def test_objects_are_valid(case: str) -> None:
 def test_the_load_test_s_job_is_valid() -> None:
     """The manifest beside the chart, in both releases."""
     objects = list(yaml.safe_load_all((chart.ROOT / "loadtest" / "job.yaml").read_text()))
-    assert {found["kind"] for found in objects} >= {"ConfigMap", "Job"}
+    assert {found["kind"] for found in objects} == {"ConfigMap", "PersistentVolumeClaim", "Job"}
     for found in objects:
         for version in VERSIONS:
             assert kubernetes_validate.validate(found, version, strict=True) == version

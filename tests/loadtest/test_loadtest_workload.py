@@ -213,11 +213,14 @@ def test_the_sweeps_that_are_shipped_are_valid(tmp_path: Path) -> None:
         assert shipped.load.concurrency == levels
     dense = settings.read_sweep(root / "benchmarks/loadtest/dense.toml")
     assert workload.load(dense.workload, dense.load.seed).broken == []
-    config, job = yaml.safe_load_all((root / "loadtest/job.yaml").read_text())
+    config, claim, job = yaml.safe_load_all((root / "loadtest/job.yaml").read_text())
     inside = tmp_path / "sweep.toml"
     inside.write_text(config["data"]["sweep.toml"])
     assert len(workload.load(settings.read_sweep(inside).workload, 1).prompts) == 256
-    (container,) = job["spec"]["template"]["spec"]["containers"]
+    pod = job["spec"]["template"]["spec"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["results"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    (container,) = pod["containers"]
     command = [word.replace("/config", str(tmp_path)) for word in container["command"]]
     args = parser().parse_args(command[1:])
     assert args.files == [inside]
