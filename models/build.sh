@@ -6,7 +6,8 @@
 #                                    the hybrid target, ready teaches it to read recurrent states
 #
 # Wants one GPU: on an H200 the targets took 6 minutes, the answers 40 seconds, the drafters 5 and carryover 8 minutes;
-# hybrid took 6, and the six runs of ready 17 minutes side by side (one after the other they need less memory).
+# hybrid took 6, and the eight runs of ready 35 minutes, up to four side by side (one after the other they need less
+# memory).
 # The hybrid target needs flash-linear-attention (Triton 3.8 or newer on Hopper) to train in that time.
 # PYTHON names the interpreter (default .venv/bin/python); COMPILE= turns torch.compile off; the steps and sizes below
 # can be given in the environment too (they are those of the models here). A stage that was killed goes on where it was
@@ -28,6 +29,7 @@ CARRYOVER_DSPARK_STEPS=${CARRYOVER_DSPARK_STEPS:-3200}
 HYBRID_DSPARK_STEPS=${HYBRID_DSPARK_STEPS:-3137}
 READY_FIRST_STEPS=${READY_FIRST_STEPS:-3949}
 READY_SECOND_STEPS=${READY_SECOND_STEPS:-1049}
+READY_THIRD_STEPS=${READY_THIRD_STEPS:-6000}
 ANSWERS=${ANSWERS:-80000}
 ANSWER_BATCH=${ANSWER_BATCH:-4096}
 HYBRID_ANSWERS=${HYBRID_ANSWERS:-111585}
@@ -110,12 +112,14 @@ adapt() { # NAME FROM STEPS LEARNING_RATE [OPTION ...]: one stage of ReaDy, or o
     --lr "$rate" --workers 1 "$@"
 }
 
-ready() { # reader and LoRA together, then further without and with carried rows; and LoRA alone for the same steps
+ready() { # reader and LoRA together, then further, each time with a fresh LoRA, or with carried rows; controls: LoRA alone
   local reader=(--rank 32 --source-layers 0 1 2 4 5 6 --layers 0 1) carry=(--carry on --embedding-start 3.3)
   adapt ready-dspark-hybrid-1 dspark-hybrid "$READY_FIRST_STEPS" 2e-3 --dtype float32 "${reader[@]}"
   adapt control-1 dspark-hybrid "$READY_FIRST_STEPS" 2e-3 --dtype float32 --reader off
-  adapt ready-dspark-hybrid ready-dspark-hybrid-1 "$READY_SECOND_STEPS" 1e-3
-  adapt control-dspark-hybrid control-1 "$READY_SECOND_STEPS" 1e-3 --reader off
+  adapt ready-dspark-hybrid-2 ready-dspark-hybrid-1 "$READY_SECOND_STEPS" 1e-3
+  adapt control-2 control-1 "$READY_SECOND_STEPS" 1e-3 --reader off
+  adapt ready-dspark-hybrid ready-dspark-hybrid-2 "$READY_THIRD_STEPS" 2e-3
+  adapt control-dspark-hybrid control-2 "$READY_THIRD_STEPS" 2e-3 --reader off
   adapt ready-carryover-dspark-hybrid ready-dspark-hybrid-1 "$READY_SECOND_STEPS" 1e-3 "${carry[@]}"
   adapt carryover-dspark-hybrid control-1 "$READY_SECOND_STEPS" 1e-3 --reader off "${carry[@]}"
 }

@@ -63,9 +63,10 @@ def test_a_reader_and_its_control_differ_in_the_reader_alone(made: dict[str, dic
     reader = {"reader", "source_layers", "layers", "rank"}
     for stage, control, changed in (
         ("ready-dspark-hybrid-1", "control-1", reader),
+        ("ready-dspark-hybrid-2", "control-2", {"reader", "drafter"}),
         ("ready-dspark-hybrid", "control-dspark-hybrid", {"reader", "drafter"}),
         ("ready-carryover-dspark-hybrid", "carryover-dspark-hybrid", {"reader", "drafter"}),
-        ("ready-carryover-dspark-hybrid", "ready-dspark-hybrid", {"carry", "embedding_start"}),
+        ("ready-carryover-dspark-hybrid", "ready-dspark-hybrid-2", {"carry", "embedding_start"}),
     ):
         assert {name for name, value in made[stage].items() if made[control][name] != value} == changed, stage
     assert made["ready-dspark-hybrid-1"]["drafter"] == made["control-1"]["drafter"] == "dspark-hybrid"
