@@ -15,7 +15,6 @@ from sglang_ext.errors import UsageError
 from sglang_ext.evaluation.servers import interrupt_on_terminate
 from sglang_ext_loadtest import report, results, settings, summary, tokens, workload
 from sglang_ext_loadtest.arrivals import read_trace
-from sglang_ext_loadtest.gates import Gate
 from sglang_ext_loadtest.launch import wait
 from sglang_ext_loadtest.runner import Runner, schedule, search
 
@@ -225,8 +224,6 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _check(sweep: settings.Sweep, out: Path) -> None:
     """What can be known before the first request."""
-    for text in sweep.gates:
-        Gate.parse(text)
     settings.check_sweep(sweep)
     if sweep.requests.tokenizer:
         tokens.load_tokenizer(Path(sweep.requests.tokenizer))

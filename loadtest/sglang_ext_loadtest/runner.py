@@ -40,21 +40,12 @@ class Slot:
     repeat: int
 
 
-def levels(sweep: Sweep) -> tuple[float, ...]:
-    """The ladder: concurrencies, or rates of an open loop (0 stands for a trace's own)."""
-    load = sweep.load
-    if load.arrivals is None:
-        return tuple(float(step) for step in load.concurrency)
-    return (0.0,) if load.arrivals == "trace" else load.rates
-
-
 def schedule(sweep: Sweep) -> list[Slot]:
     """Every cell, interleaved so that a drift of the machine does not fall on one method.
 
     Endpoints that are all up, or servers that all stay up side by side, take turns at each level, in a new random order
-    each time. Where servers have to be
-    started, one at a time, whole ladders take turns, and the order of the methods is reversed from repeat to repeat:
-    the last server of one repeat is the first of the next.
+    each time. Where servers have to be started, one at a time, whole ladders take turns, and the order of the methods
+    is reversed from repeat to repeat: the last server of one repeat is the first of the next.
     """
     source = random.Random(sweep.load.seed)
     slots = []
@@ -63,9 +54,9 @@ def schedule(sweep: Sweep) -> list[Slot]:
         methods = list(sweep.methods if repeat % 2 == 0 else reversed(sweep.methods))
         if in_turn:
             for method in methods:
-                slots += [Slot(method, level, repeat) for level in _shuffled(levels(sweep), source)]
+                slots += [Slot(method, level, repeat) for level in _shuffled(sweep.load.levels, source)]
         else:
-            for level in _shuffled(levels(sweep), source):
+            for level in _shuffled(sweep.load.levels, source):
                 slots += [Slot(method, level, repeat) for method in _shuffled(methods, source)]
     return slots
 
@@ -179,7 +170,7 @@ class Runner:
             waiting = []
             for method in due:
                 place = self.out / "cells" / f"{_slug(method.name)}-rehearsal"
-                plan = self._plan(Slot(method, max(levels(self.sweep)), 0), *self._up[method.name], place)
+                plan = self._plan(Slot(method, max(self.sweep.load.levels), 0), *self._up[method.name], place)
                 plan = replace(plan, load=replace(plan.load, workers=1))  # two masters would want the same port
                 generator = Generator()
                 stack.callback(generator.close)

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sglang_ext.errors import UsageError
+from sglang_ext_loadtest.gates import Gate
 
 LADDER = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -80,6 +81,13 @@ class Load:
     side_by_side: bool = False  # start all servers at once and keep them up, so that methods take turns at each level
     rehearse: bool = False  # once a server is up: a step at the highest level first, which is not measured
     start_seconds: float = 240.0  # a server that has not answered by then counts as down
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """The ladder: concurrencies, or rates of an open loop (0 stands for a trace's own)."""
+        if self.arrivals is None:
+            return tuple(float(step) for step in self.concurrency)
+        return (0.0,) if self.arrivals == "trace" else self.rates
 
 
 @dataclass(frozen=True)
@@ -180,8 +188,15 @@ def check_sweep(sweep: Sweep) -> Sweep:
     for name, span in (("input_words", work.input_words), ("output_tokens", work.output_tokens)):
         if span is not None and not 0 < span[0] <= span[1]:
             raise UsageError(f"workload: {name} is {list(span)}; give [low, high] with 0 < low <= high.")
-    if sweep.requests.api not in ("chat", "completions"):
-        raise UsageError(f"api is {sweep.requests.api!r}; use chat or completions.")
+    if requests.temperature < 0:
+        raise UsageError(f"requests: temperature is {requests.temperature:g}; give 0 (greedy) or more.")
+    if requests.api not in ("chat", "completions"):
+        raise UsageError(f"api is {requests.api!r}; use chat or completions.")
+    _positive("slo", ttft_ms=sweep.slo.ttft_ms, tpot_ms=sweep.slo.tpot_ms, e2e_ms=sweep.slo.e2e_ms)
+    if not 0 < sweep.slo.attainment <= 1:
+        raise UsageError(f"slo: attainment is {sweep.slo.attainment:g}; give a share above 0, at most 1.")
+    for text in sweep.gates:
+        Gate.parse(text).fit(names, sweep.load.levels, roles)
     return sweep
 
 

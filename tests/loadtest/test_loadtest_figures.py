@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from sglang_ext_loadtest import answer, compare, figures, plots, report, results, summary
+from sglang_ext_loadtest.gates import FIGURES
 from sglang_ext_loadtest.records import COOLDOWN, MEASURE, WARMUP, Record
 from sglang_ext_loadtest.settings import Load, Method, Slo, Sweep, Workload
 
@@ -222,6 +223,23 @@ def test_the_answer_names_the_method_at_each_concurrency(tmp_path: Path) -> None
     assert 2 < points["NEW", "plain"]["value"] < 4
     assert points["NEW", "DSPARK"]["text"].startswith("is faster than DSPARK at every measured concurrency, up to 4")
     assert ("plain", "DSPARK") not in points
+
+
+def test_a_gate_may_name_every_figure_of_a_group(tmp_path: Path) -> None:
+    """But for the server's gauges, whose names have a colon."""
+
+    def leaves(value: Any, path: str) -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                yield from leaves(entry, f"{path}.{key}" if path else key)
+        elif isinstance(value, int | float):
+            yield path
+
+    entries = [entry | {"send_lag_ms": entry["itl_ms"]} for entry in made()]
+    groups = summary.summarize(sweep(tmp_path), entries)["groups"]
+    names = {name for group in groups for name in leaves(group, "")} - {"level"}
+    assert {"send_lag_ms.p99", "acceptance.by_category.a", "speedup.plain.low", "slo_met"} <= names
+    assert {name for name in names if not FIGURES.fullmatch(name)} == set()
 
 
 def test_one_method_is_named_for_all_levels_at_which_none_is_clearly_ahead_of_it(tmp_path: Path) -> None:

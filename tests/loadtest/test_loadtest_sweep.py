@@ -205,6 +205,8 @@ def test_a_port_that_speaks_no_http_makes_the_cell_invalid(
     [
         (("--out", "{file}"), "cannot be a directory of results"),
         (("--tokenizer", "{file}.none"), "There is no tokenizer at"),
+        (("--temperature", "-1"), "temperature is -1; give 0"),
+        (("--gate", "endpont:error_rate<=0"), "cannot hold: the sweep has no method endpont; name one of endpoint,"),
     ],
 )
 def test_what_would_spoil_a_run_is_refused_before_it(

@@ -174,6 +174,15 @@ GOOD: dict[str, Any] = {"methods": [{"name": "a", "url": "http://h:1"}]}
         ({"load": {"users_per_worker": 0}}, "workers and users_per_worker must be 1 or more"),
         ({"load": {"requests_per_user": 0}}, "load: requests_per_user is 0"),
         ({"load": {"start_seconds": 0.0}}, "load: start_seconds is 0"),
+        ({"requests": {"temperature": -1.0}}, "requests: temperature is -1; give 0"),
+        ({"slo": {"ttft_ms": 0.0}}, "slo: ttft_ms is 0"),
+        ({"slo": {"attainment": 99.0}}, "slo: attainment is 99; give a share"),
+        ({"gates": ["error_rate = 0"]}, "is no gate"),
+        ({"gates": ["b@1:error_rate<=0"]}, "no method b; name one of a, or"),
+        ({"gates": ["a@3:error_rate<=0"]}, "3 is not on the ladder; name one of 1, 2, 4, 8"),
+        ({"gates": ["*:eror_rate<=0"]}, "eror_rate is no figure; name one of summary.groups"),
+        ({"gates": ["ttft_ms<=100"]}, "ttft_ms is no figure"),
+        ({"gates": ["a:speedup.stock>=1"]}, "no method has the role stock"),
     ],
 )
 def test_a_sweep_that_is_wrong_is_refused_by_name(change: dict[str, Any], sentence: str) -> None:
