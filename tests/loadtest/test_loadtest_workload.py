@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from pyarrow import Table, parquet
-from sglang_ext_loadtest import settings, workload
+from sglang_ext_loadtest import demo, settings, workload
 from sglang_ext_loadtest.arrivals import arrivals
 from sglang_ext_loadtest.cli import parser
 from sglang_ext_loadtest.gates import Gate
@@ -212,6 +212,14 @@ def test_gates_read_figures_of_groups() -> None:
         Gate.parse("error_rate = 0")
     with pytest.raises(UsageError, match="is no gate"):
         Gate.parse("error_rate<=1.2.3")
+
+
+def test_the_demo_serves_the_reference_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = settings.check_sweep(demo.demo_sweep(SHIPPED.parent, 1, 48))
+    roles = [(method.name, method.role) for method in chosen.methods]
+    assert roles == [("plain", "plain"), ("DSPARK", "stock"), ("CARRYOVER_DSPARK", None)]
+    assert demo.main(["--models", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "dense-target is missing" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_the_sweeps_that_are_shipped_are_valid(tmp_path: Path) -> None:
