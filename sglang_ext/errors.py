@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,21 @@ class UsageError(Exception):
 
     Command lines print it without a traceback and exit with code 2.
     """
+
+
+@contextmanager
+def needs(extras: str) -> Iterator[None]:
+    """Turn a package that is not installed into a UsageError with its name and the extras of ours that bring it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if not package or importlib.util.find_spec(package) is not None:  # it is a part of a package that is missing
+            raise
+        raise UsageError(
+            f"The package {package} is needed for this and is not installed; in a checkout of sglang-ext run "
+            f"`pip install '.[{extras}]'`."
+        ) from None
 
 
 @contextmanager

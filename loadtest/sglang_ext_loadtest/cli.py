@@ -1,4 +1,4 @@
-"""``sglang-ext-loadtest``: which method decodes fastest at which concurrency, measured through the front door."""
+"""Which method decodes fastest at which concurrency, measured through the front door."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext import __version__
-from sglang_ext.errors import UsageError
-from sglang_ext.evaluation.servers import interrupt_on_terminate
-from sglang_ext_loadtest import report, results, settings, summary, tokens, workload
-from sglang_ext_loadtest.arrivals import read_trace
-from sglang_ext_loadtest.launch import wait
-from sglang_ext_loadtest.runner import Runner, schedule, search
+from sglang_ext.command_line import Parser
+from sglang_ext.errors import UsageError, needs, refusal_ends_process
+
+with refusal_ends_process(), needs("loadtest"):
+    from sglang_ext.evaluation.servers import interrupt_on_terminate
+    from sglang_ext_loadtest import report, results, settings, summary, tokens, workload
+    from sglang_ext_loadtest.arrivals import read_trace
+    from sglang_ext_loadtest.launch import wait
+    from sglang_ext_loadtest.runner import Runner, schedule, search
 
 BEGUN = time.monotonic()
 
@@ -26,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     interrupt_on_terminate()
     try:
-        return int(args.run(args))
+        with needs("loadtest"):
+            return int(args.run(args))
     except UsageError as error:
         print(f"sglang-ext-loadtest: {error}", file=sys.stderr)
         return 2
@@ -36,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="sglang-ext-loadtest", description=__doc__, allow_abbrev=False)
+    top = Parser(prog="sglang-ext-loadtest", description=__doc__, allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"sglang-ext-loadtest {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
@@ -45,9 +49,9 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--prompts", nargs="+", default=[], help="JSONL files (default: held-out prompts)")
     command.add_argument("--per-category", type=int, help="prompts of each category")
     command.add_argument("--concurrency", type=int, nargs="+", default=list(settings.LADDER), help="the ladder")
-    command.add_argument("--repeats", type=int, default=3)
-    command.add_argument("--max-tokens", type=int, default=256)
-    command.add_argument("--temperature", type=float, default=0.0)
+    command.add_argument("--repeats", type=int, default=3, help="of the ladder")
+    command.add_argument("--max-tokens", type=int, default=256, help="longest answer")
+    command.add_argument("--temperature", type=float, default=0.0, help="of the answers")
     command.add_argument("--workers", type=int, default=1, help="Locust worker processes")
     command.add_argument(
         "--keep-cache", action="store_true", help="do not empty the server's prefix cache before cells"
@@ -78,13 +82,13 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_search)
 
     command = commands.add_parser("report", help="write index.html anew, also from what a killed sweep left")
-    command.add_argument("results", type=Path)
+    command.add_argument("results", type=Path, help="results.json, or its directory")
     command.set_defaults(run=_report)
 
     command = commands.add_parser("compare", help="two runs, cell by cell")
     command.add_argument("before", type=Path, help="results.json, or its directory")
-    command.add_argument("after", type=Path)
-    command.add_argument("--out", type=Path, default=Path("build/loadtest/compare.html"))
+    command.add_argument("after", type=Path, help="the other run, likewise")
+    command.add_argument("--out", type=Path, default=Path("build/loadtest/compare.html"), help="the page")
     command.set_defaults(run=_compare)
     return top
 

@@ -13,11 +13,12 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from sglang_ext.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _HEADER_LIMIT = 100_000_000  # bytes, the limit of the safetensors format
@@ -44,6 +45,8 @@ class Tensor:
 
     def values(self) -> np.ndarray:
         """The values as float32, in ``shape``; UsageError when the dtype is no plain float."""
+        import numpy as np
+
         with self.file.open("rb") as file:
             file.seek(self.start)
             raw = file.read(self.end - self.start)
@@ -54,6 +57,12 @@ class Tensor:
         else:
             raise UsageError(f"{self.file} holds a tensor of dtype {self.dtype} where F32, F16 or BF16 is needed.")
         return flat.reshape(self.shape)
+
+    def finite(self) -> bool:
+        """Whether no value is infinite or NaN; UsageError as of :meth:`values`."""
+        import numpy as np
+
+        return bool(np.isfinite(self.values()).all())
 
 
 def locate(name: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:

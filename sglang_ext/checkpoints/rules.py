@@ -6,8 +6,6 @@ import contextlib
 import json
 from collections.abc import Iterable
 
-import numpy as np
-
 from sglang_ext.checkpoints.contract import (
     CARRYOVER_ARCHITECTURE,
     CARRYOVER_CONFIG,
@@ -122,7 +120,7 @@ def _carryover_problems(contract: DraftContract) -> list[str]:
         )
     elif embedding.dtype not in FLOATS:
         problems.append(f"{EMBEDDING} has the dtype {embedding.dtype}; it must be F32, F16 or BF16.")
-    elif not np.isfinite(embedding.values()).all():
+    elif not embedding.finite():
         problems.append(f"{EMBEDDING} holds values that are not finite; take an earlier training checkpoint.")
     return problems + carryover_limits(contract)
 
@@ -170,7 +168,7 @@ def _ready_problems(contract: DraftContract) -> list[str]:
             )
         elif tensor.dtype not in dtypes:
             problems.append(f"{READER}.{name} has the dtype {tensor.dtype}; it must be {' or '.join(dtypes)}.")
-        elif not np.isfinite(tensor.values()).all():
+        elif not tensor.finite():
             problems.append(f"{READER}.{name} holds values that are not finite; take an earlier training checkpoint.")
     return problems + ready_limits(contract)
 

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reader.add_argument("--inject", choices=INJECT, help=f"where a read is added (default: {INJECT[0]})")
     reader.add_argument("--layers", metavar="I", type=int, nargs="+", help="draft layers that read (default: the last)")
     reader.add_argument("--query", choices=QUERY, help=f"a query per value head or per source (default: {QUERY[0]})")
-    reader.add_argument("--seed", type=int, default=0, help="of the reader's random weights (default: 0)")
+    reader.add_argument("--seed", type=int, default=0, help="of the reader's random weights")
 
 
 def run(args: argparse.Namespace) -> int:

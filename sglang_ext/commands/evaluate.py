@@ -43,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-category", metavar="N", type=_count, help="first N prompts of each category only")
     parser.add_argument("--all-turns", action="store_true", help="ask every turn; default: a prompt's first turn only")
     parser.add_argument(
-        "--temperature", metavar="T", nargs="+", type=_temperature, default=[0.0, 1.0], help="default: 0 1"
+        "--temperature", metavar="T", nargs="+", type=_temperature, default=[0.0, 1.0], help="of the answers"
     )
-    parser.add_argument("--max-tokens", metavar="N", type=_count, default=256, help="longest answer (default: 256)")
-    parser.add_argument("--concurrency", metavar="N", type=_count, default=4, help="requests in flight (default: 4)")
+    parser.add_argument("--max-tokens", metavar="N", type=_count, default=256, help="longest answer")
+    parser.add_argument("--concurrency", metavar="N", type=_count, default=4, help="requests in flight")
     parser.add_argument(
         "--carried-rows", metavar="N", type=_whole, help="D carries at most N rows, 0: none (default: all)"
     )
@@ -57,19 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="of each category, asked again with their rounds recorded, for the figures of the carry; 0: without them",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap and of the servers (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap and of the servers")
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=Path("build/evaluation"), help="default: build/evaluation"
+        "--out", metavar="DIR", type=Path, default=Path("build/evaluation"), help="where figures and pictures go"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything, serve each method in turn, then print tables and write JSON and pictures."""
-    try:
-        import matplotlib  # noqa: F401
-        from rich.console import Console
-    except ModuleNotFoundError as error:
-        raise UsageError(f"Evaluation needs the package {error.name}; install it with pip.") from None
+    import matplotlib  # noqa: F401 - needed at the end, so missed at the beginning
+    from rich.console import Console
+
     from sglang_ext.evaluation import methods, prompts, servers
 
     target = locate(args.target)

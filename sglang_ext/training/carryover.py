@@ -22,28 +22,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The drafter to start from, and the options of a run; shapes are the drafter's."""
     add = parser.add_argument
     add("--drafter", type=Path, required=True, help="trained DFlash or DSpark drafter to start from")
-    add("--carry", choices=("on", "off"), default="on", help="off: the control without rejected rows (default: on)")
+    add("--carry", choices=("on", "off"), default="on", help="off: the control without rejected rows")
     add(
         "--distinction",
         choices=("embedding", "none", "projection"),
         default="embedding",
-        help="how carried rows are told from committed ones; a projection is for comparison and not exported "
-        "(default: %(default)s)",
+        help="how carried rows are told from committed ones; a projection is for comparison and not exported",
     )
     add(
         "--embedding-start",
         type=float,
         default=0.0,
-        help="scale of the embedding at the first step, in units of the features' RMS (default: %(default)s)",
+        help="scale of the embedding at the first step, in units of the features' RMS",
     )
     add(
         "--weighting",
         choices=("anchors", "rounds"),
         default="anchors",
-        help="what counts alike: second drafts of evenly drawn anchors, or rounds as serving meets them "
-        "(default: %(default)s)",
+        help="what counts alike: second drafts of evenly drawn anchors, or rounds as serving meets them",
     )
-    drafters.add_run_arguments(parser)
+    drafters.add_run_arguments(parser, f"default: {_LEARNING_RATE}")
 
 
 def run(args: argparse.Namespace) -> int:

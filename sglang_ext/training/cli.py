@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 
+from sglang_ext.errors import needs
+
 # In the order they are run. Each module has add_arguments(parser) and run(args) -> exit code; torch and the other heavy
 # imports are inside run.
 STAGES = {
@@ -31,4 +33,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the stage; its exit code."""
     path, _ = STAGES[args.stage]
-    return int(importlib.import_module(path).run(args))
+    with needs("data" if args.stage == "data" else "train"):
+        return int(importlib.import_module(path).run(args))

@@ -9,14 +9,14 @@ from sglang_ext.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=Path("build/data"), help="output folder (default: %(default)s)")
-    parser.add_argument("--sources", choices=("all", "small"), default="all", help="which packages (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("build/data"), help="output folder")
+    parser.add_argument("--sources", choices=("all", "small"), default="all", help="which packages")
     parser.add_argument(
         "--skip", action="append", default=[], metavar="PACKAGE", help="leave a source out (repeatable)"
     )
     parser.add_argument("--from-text", type=Path, metavar="DIR", help="own text instead: one sub-folder per category")
     parser.add_argument("--packages", type=Path, default=Path("build/packages"), help="where downloads are kept")
-    parser.add_argument("--held-out", type=float, default=0.025, help="share of groups held out (default: %(default)s)")
+    parser.add_argument("--held-out", type=float, default=0.025, help="share of groups held out")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -149,10 +149,10 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, default=Path("build/data"), help="the corpus (default: %(default)s)")
-    parser.add_argument("--tokenizer", type=Path, default=Path("build/tokenizer"), help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("build/tokens"), help="output folder (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="longest document (default: %(default)s)")
+    parser.add_argument("--data", type=Path, default=Path("build/data"), help="the corpus")
+    parser.add_argument("--tokenizer", type=Path, default=Path("build/tokenizer"), help="from `tokenizer`")
+    parser.add_argument("--out", type=Path, default=Path("build/tokens"), help="output folder")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="longest document")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -83,10 +83,10 @@ def read_prompts(path: Path) -> list[dict]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, default=Path("build/data"), help="the corpus (default: %(default)s)")
-    parser.add_argument("--tokenizer", type=Path, default=Path("build/tokenizer"), help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("build/prompts.jsonl"), help="output (default: %(default)s)")
-    parser.add_argument("--per-category", type=int, default=16, help="prompts of each category (default: %(default)s)")
+    parser.add_argument("--data", type=Path, default=Path("build/data"), help="the corpus")
+    parser.add_argument("--tokenizer", type=Path, default=Path("build/tokenizer"), help="from `tokenizer`")
+    parser.add_argument("--out", type=Path, default=Path("build/prompts.jsonl"), help="output")
+    parser.add_argument("--per-category", type=int, default=16, help="prompts of each category")
 
 
 def run(args: argparse.Namespace) -> int:

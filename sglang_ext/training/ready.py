@@ -31,28 +31,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--drafter", type=Path, required=True, help="trained DSpark drafter to start from, with or without a reader")
     add("--tune", choices=("reader", "lora"), required=True, help="train the reader alone, or with LoRA on the drafter")
-    add("--reader", choices=("on", "off"), default="on", help="off: the control without a reader (default: on)")
+    add("--reader", choices=("on", "off"), default="on", help="off: the control without a reader")
     add("--carry", choices=("on", "off"), help="train on draft-verify-draft rounds (default: with a Carryover drafter)")
     add(
         "--state",
         choices=STATES,
         default="committed",
-        help="what is read; the others are controls (default: %(default)s)",
+        help="what is read; the others are controls",
     )
     add(
         "--state-dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of the captured states (default: %(default)s)",
+        help="of the captured states",
     )
     add(
         "--embedding-start",
         type=float,
         default=0.0,
-        help="scale of a new Carryover embedding, in units of the features' RMS (default: %(default)s)",
+        help="scale of a new Carryover embedding, in units of the features' RMS",
     )
-    add("--lora-rank", type=int, default=16, help="default: %(default)s")
-    add("--lora-alpha", type=int, default=32, help="scale of the adapters times their rank (default: %(default)s)")
+    add("--lora-rank", type=int, default=16, help="of the adapters")
+    add("--lora-alpha", type=int, default=32, help="scale of the adapters times their rank")
     reader = parser.add_argument_group("reader", "of a drafter that has none yet")
     add = reader.add_argument
     add(
@@ -68,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--inject", choices=INJECT, help=f"where a read is added (default: {INJECT[0]})")
     add("--layers", type=int, nargs="+", metavar="I", help="draft layers that read (default: the last)")
     add("--query", choices=QUERY, help=f"a query per value head or per source (default: {QUERY[0]})")
-    drafters.add_run_arguments(parser)
+    rates = ", ".join(f"{rate} with --tune {tune}" for tune, rate in _LEARNING_RATES.items())
+    drafters.add_run_arguments(parser, f"default: {rates}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -44,40 +44,30 @@ class TargetSettings:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = TargetSettings(preset="", steps=0)
     parser.add_argument("--preset", required=True, help=f"shape of the model: {', '.join(PRESETS)}")
-    parser.add_argument(
-        "--tokens", type=Path, default=Path("build/tokens"), help="from `encode` (default: %(default)s)"
-    )
-    parser.add_argument("--tokenizer", type=Path, default=Path("build/tokenizer"), help="(default: %(default)s)")
+    parser.add_argument("--tokens", type=Path, default=Path("build/tokens"), help="from `encode`")
+    parser.add_argument("--tokenizer", type=Path, default=Path("build/tokenizer"), help="from `tokenizer`")
     parser.add_argument(
         "--manifest",
         type=Path,
         default=Path("build/data/manifest.json"),
-        help="of the corpus, for the record of sources and licences (default: %(default)s)",
+        help="of the corpus, for the record of sources and licences",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
     parser.add_argument("--steps", type=int, required=True, help="optimiser steps")
-    parser.add_argument("--batch-size", type=int, default=default.batch_size, help="rows a step (default: %(default)s)")
-    parser.add_argument(
-        "--sequence-length", type=int, default=default.sequence_length, help="tokens a row (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--learning-rate", type=float, default=default.learning_rate, help="peak (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--warmup", type=float, default=default.warmup, help="share of the steps, before cosine (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--weight-decay", type=float, default=default.weight_decay, help="of AdamW (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=default.seed, help="of weights and order (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=default.batch_size, help="rows a step")
+    parser.add_argument("--sequence-length", type=int, default=default.sequence_length, help="tokens a row")
+    parser.add_argument("--learning-rate", type=float, default=default.learning_rate, help="peak")
+    parser.add_argument("--warmup", type=float, default=default.warmup, help="share of the steps, before cosine")
+    parser.add_argument("--weight-decay", type=float, default=default.weight_decay, help="of AdamW")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of weights and order")
     parser.add_argument("--resume", action="store_true", help="go on with the run that was interrupted in --out")
-    parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints (default: %(default)s)")
-    parser.add_argument(
-        "--held-out-documents", type=int, default=2000, help="at most, for the held-out loss (default: %(default)s)"
-    )
-    parser.add_argument("--workers", type=int, default=2, help="processes that gather batches (default: %(default)s)")
+    parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints")
+    parser.add_argument("--held-out-documents", type=int, default=2000, help="at most, for the held-out loss")
+    parser.add_argument("--workers", type=int, default=2, help="processes that gather batches")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the saved weights")
 
 

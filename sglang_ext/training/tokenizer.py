@@ -98,12 +98,10 @@ def bytes_per_token(tokenizer: Tokenizer, data: Path, documents: int = 200) -> d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, default=Path("build/data"), help="the corpus (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/tokenizer"), help="output folder (default: %(default)s)"
-    )
-    parser.add_argument("--vocabulary", type=int, default=4096, help="number of tokens (default: %(default)s)")
-    parser.add_argument("--megabytes", type=float, default=24.0, help="text to train on (default: %(default)s)")
+    parser.add_argument("--data", type=Path, default=Path("build/data"), help="the corpus")
+    parser.add_argument("--out", type=Path, default=Path("build/tokenizer"), help="output folder")
+    parser.add_argument("--vocabulary", type=int, default=4096, help="number of tokens")
+    parser.add_argument("--megabytes", type=float, default=24.0, help="text to train on")
 
 
 def run(args: argparse.Namespace) -> int:

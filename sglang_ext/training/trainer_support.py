@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -127,8 +128,6 @@ def _is_json(path: Path) -> bool:
 
 def write_curve(history: Sequence[Mapping[str, float]], path: Path, curves: Mapping[str, str], ylabel: str) -> None:
     """Draw logged figures over the steps as a PNG; ``curves`` maps names in the history to legend entries."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, legend in curves.items():

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing import get_context
 
 import numpy as np
+from datasketch import MinHash, MinHashLSH
 
 from sglang_ext.training.text.documents import Document
 
@@ -39,8 +40,6 @@ def grams(text: str, width: int) -> np.ndarray:
 
 def signature(text: str) -> np.ndarray:
     """MinHash of the text's word 5-grams, uint32 [PERMUTATIONS]."""
-    from datasketch import MinHash
-
     # datasketch 2 takes ready signatures only with its scheme named, and hashes only through a function.
     minhash = MinHash(num_perm=PERMUTATIONS, seed=1, scheme="affine32", hashfunc=int)
     minhash.update_batch((grams(text, _GRAM) & np.uint64(0xFFFFFFFF)).tolist())
@@ -52,8 +51,6 @@ def unique(documents: Iterable[Document], processes: int = 1) -> Iterator[Docume
 
     Generated mathematics is compared exactly only: its problems differ in their numbers alone.
     """
-    from datasketch import MinHash, MinHashLSH
-
     index = MinHashLSH(threshold=THRESHOLD, num_perm=PERMUTATIONS)
     seen: set[bytes] = set()
     distinct: list[Document] = []
