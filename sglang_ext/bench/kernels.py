@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune", action="store_true", help="time many ways of loading the states, at --tune-batch")
     parser.add_argument("--tune-batch", type=int, nargs="+", default=[1, 8, 32], help="batch sizes for --tune")
     parser.add_argument("--repeats", type=int, default=15, help="timed repeats of each figure")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; a PNG is written beside it")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/bench/kernels.json"), help="JSON file; a PNG is written beside it"
+    )
 
 
 def state_bytes(shape: Shape, batch: int) -> int:

@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Shape, methods, cells and outputs."""
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3.8-27b", help="target and its drafters")
     parser.add_argument(
-        "--methods", nargs="+", metavar="M", help="the stock one first, all of its kind; AR alone; default: DSPARK's"
+        "--methods",
+        nargs="+",
+        metavar="M",
+        help="the stock one first, all of its kind; AR alone (default: DSPARK and all of ours on it)",
     )
     parser.add_argument(
         "--cells", nargs="+", default=["1x1024", "32x1024"], metavar="BxC", help="batch x context, measured in order"
@@ -48,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it, no measurement")
     parser.add_argument("--limit", type=float, default=900, help="seconds after which the engine is ended")
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of the engine")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file, rewritten after each cell; PNG beside it")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/bench/round.json"),
+        help="JSON file, rewritten after each cell; PNG beside it",
+    )
 
 
 def cells_of(words: Iterable[str]) -> list[tuple[int, int]]:

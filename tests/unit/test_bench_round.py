@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.bench.cli import add_arguments
 from sglang_ext.bench.probe import whose_turn
 from sglang_ext.bench.round import _draw, summarize
+from sglang_ext.command_line import Parser
 
 RECORDS = Path(__file__).parents[2] / "benchmarks/gpu"
 
@@ -51,3 +53,10 @@ def test_a_record_is_drawn_with_and_without_methods_to_compare(tmp_path, name):
     _draw(document, tmp_path / "round.png")
     height = int.from_bytes((tmp_path / "round.png").read_bytes()[20:24], "big")
     assert (height > 600) == (len(document["methods"]) > 1)  # the overheads have a row of their own
+
+
+@pytest.mark.parametrize("words", ["round --shape qwen3.8-27b", "kernels"])
+def test_results_go_below_build_unless_told_otherwise(words):
+    parser = Parser()
+    add_arguments(parser)
+    assert parser.parse_args(words.split()).out == Path("build/bench") / f"{words.split()[0]}.json"
