@@ -1,6 +1,6 @@
 """Record how fast plain decoding is, as the rule that the speed-up proxy divides by.
 
-Serve the model without a drafter under the load to compare at, then
+Serve the model without a drafter under the load to compare at, and while it is up
 
     python -m dashboards.baseline --prometheus http://localhost:9090 --model NAME --window 30m --out baseline.yaml
 
@@ -39,7 +39,7 @@ def measure(url: str, model: str, window: str, method: str = "NONE") -> float:
     if not value > 0:
         raise UsageError(
             f"Prometheus has no finished requests of {model} with method {method} in the last {window}; serve it that "
-            "way under load, then record it."
+            "way under load, and record it while the server is up."
         )
     return value
 

@@ -65,7 +65,7 @@ def lines(
     values = [value for _, points in series for _, value in points]
     low = defaults.get("min") if defaults.get("min") is not None else min(values, default=0)
     top_value = max([*values, low])
-    high = defaults.get("max") or (top_value * 1.08 if top_value > low else low + 1)
+    high = defaults.get("max") or low + _round_up(top_value - low)
     below = 18 * min(4, (len(series) + 1) // 2 + len(series) // 6)  # pixels of the legend
     left, top, right, bottom = 74, 6, width - 8, height - below - 24
 
@@ -130,12 +130,12 @@ def big(panel: dict[str, Any], series: Sequence[Series], width: int, height: int
             f"{(t - span[0]) / (span[1] - span[0]) * width:.1f},{each - 2 - v / high * each * 0.45:.1f}"
             for t, v in points
         )
-        label = f'<tspan class="small" dx="8">{html.escape(name)}</tspan>' if len(series) > 1 else ""
-        size = min(34, each * 0.5)
-        text = f'<text x="8" y="{each * 0.55:.0f}" style="font-size:{size:.0f}px;fill:{shade}">'
+        size = min(30, each * 0.42)
+        text = f'<text x="8" y="{size:.0f}" style="font-size:{size:.0f}px;fill:{shade}">'
         rows.append(
             f'<svg width="{width}" height="{each:.0f}"><polyline points="{path}" fill="none" stroke="{shade}" '
-            f'stroke-opacity="0.45"/>{text}{number(value, defaults.get("unit", ""))}{label}</text></svg>'
+            f'stroke-opacity="0.45"/>{text}{number(value, defaults.get("unit", ""))}</text>'
+            f'<text class="small" x="8" y="{size + 13:.0f}">{html.escape(name)}</text></svg>'
         )
     return "".join(rows)
 
@@ -168,6 +168,14 @@ def table(panel: dict[str, Any], labels: Sequence[dict[str, str]]) -> str:
     cells = ("".join(f"<td>{html.escape(row.get(name) or '')}</td>" for name in columns) for row in labels)
     rows = "".join(f"<tr>{line}</tr>" for line in cells)
     return f"<table><tr>{head}</tr>{rows}</table>"
+
+
+def _round_up(span: float) -> float:
+    """The next number above of which a quarter is round; 1 for nothing."""
+    if span <= 0:
+        return 1
+    unit = 10 ** math.floor(math.log10(span))
+    return unit * next(step for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10, 12) if step * unit >= span)
 
 
 def _axes(low: float, high: float, unit: str, span: tuple[float, float], box: tuple[int, int, int, int]) -> str:

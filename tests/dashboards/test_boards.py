@@ -8,7 +8,7 @@ from pathlib import Path
 import promql_parser
 import pytest
 
-from dashboards import boards, build
+from dashboards import boards, build, drawing
 
 PANELS = [
     (name, panel) for name in boards.NAMES for panel in boards.panels(boards.read(name)) if panel["type"] != "row"
@@ -64,3 +64,13 @@ def test_dashboards_have_the_same_choices() -> None:
         names = [variable["name"] for variable in boards.read(name)["templating"]["list"]]
         assert names[:4] == ["datasource", "model", "method", "instance"]
         assert names[4:] == (["stable", "canary"] if name == "speculation" else [])
+
+
+@pytest.mark.parametrize(
+    ("value", "scale"),
+    [(3.7, ("0", "1", "2", "3", "4")), (0.0, ("0", "0.25", "0.5", "0.75", "1")), (101, ("0", "30", "60", "90", "120"))],
+)
+def test_a_drawn_scale_is_round_and_holds_every_value(value: float, scale: tuple[str, ...]) -> None:
+    panel = {"fieldConfig": {"defaults": {"unit": "short", "min": 0}}}
+    drawn = drawing.lines(panel, [("a", [(0.0, value)])], 400, 200, (0.0, 1.0), [])
+    assert tuple(re.findall(r'text-anchor="end">([^<]+)<', drawn)) == scale
