@@ -14,6 +14,7 @@ from sglang_ext.checkpoints.contract import (
     CARRYOVER_CONFIG,
     EMBEDDING,
     FLOATS,
+    METHOD_NAMES,
     READY_ARCHITECTURE,
     DraftContract,
     TargetInfo,
@@ -33,6 +34,7 @@ __all__ = [
     "CARRYOVER_CONFIG",
     "EMBEDDING",
     "FLOATS",
+    "METHOD_NAMES",
     "READY_ARCHITECTURE",
     "DraftContract",
     "TargetInfo",
@@ -57,7 +59,7 @@ def check(contract: DraftContract, target: TargetInfo | None = None) -> None:
     if problems:
         fit = f" --target {target.path}" if target is not None else ""
         more = f" ({len(problems) - 1} more: sglang-ext inspect {contract.path}{fit})" if len(problems) > 1 else ""
-        raise UsageError(f"The drafter {contract.path} cannot be served: {problems[0].rstrip('.')}{more}.")
+        raise UsageError(f"The drafter {contract.path} cannot be used: {problems[0].rstrip('.')}{more}.")
 
 
 def find_target(model: str, revision: str | None = None) -> TargetInfo | None:

@@ -33,6 +33,7 @@ ARCHITECTURES = {
     READY_ARCHITECTURE["ready"]: ("dspark", "ready"),
     READY_ARCHITECTURE["ready_carryover"]: ("dspark", "ready_carryover"),
 }
+METHOD_NAMES = {"none": "stock", "carryover": "Carryover", "ready": "ReaDy", "ready_carryover": "ReaDy and Carryover"}
 ALGORITHMS = {
     ("dflash", "none"): "DFLASH",
     ("dspark", "none"): "DSPARK",

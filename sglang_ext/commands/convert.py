@@ -16,6 +16,7 @@ from sglang_ext.checkpoints import (
     CARRYOVER_CONFIG,
     EMBEDDING,
     FLOATS,
+    METHOD_NAMES,
     READY_ARCHITECTURE,
     DraftContract,
     carryover_limits,
@@ -100,7 +101,9 @@ def convert(base: DraftContract, out: Path) -> DraftContract:
     already or has parts that Carryover does not cover, or when ``out`` exists.
     """
     if base.carries:
-        raise UsageError(f"{base.path} is already a {base.method} drafter ({base.architecture}); serve it as it is.")
+        raise UsageError(
+            f"{base.path} is already a {METHOD_NAMES[base.method]} drafter ({base.architecture}); serve it as it is."
+        )
     if limits := carryover_limits(base):
         raise UsageError(f"{base.path} cannot become a Carryover drafter: {limits[0].rstrip('.')}.")
     name = READY_ARCHITECTURE["ready_carryover"] if base.reads else CARRYOVER_ARCHITECTURE[base.kind]
@@ -117,7 +120,9 @@ def convert_ready(base: DraftContract, out: Path, config: ReadyConfig, seed: int
     :func:`convert`. Raises UsageError when ``base`` reads already or cannot have a reader, or when ``out`` exists.
     """
     if base.reads:
-        raise UsageError(f"{base.path} is already a {base.method} drafter ({base.architecture}); serve it as it is.")
+        raise UsageError(
+            f"{base.path} is already a {METHOD_NAMES[base.method]} drafter ({base.architecture}); serve it as it is."
+        )
     if limits := ready_limits(base):
         raise UsageError(f"{base.path} cannot have a reader: {limits[0].rstrip('.')}.")
     name = READY_ARCHITECTURE["ready_carryover" if base.carries else "ready"]

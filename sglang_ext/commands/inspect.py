@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.checkpoints import (
+    METHOD_NAMES,
     DraftContract,
     TargetInfo,
     Weights,
@@ -21,12 +22,6 @@ from sglang_ext.checkpoints import (
 )
 from sglang_ext.errors import UsageError
 
-METHODS = {
-    "none": "no mechanism",
-    "carryover": "Carryover",
-    "ready": "ReaDy",
-    "ready_carryover": "ReaDy and Carryover",
-}
 KINDS = {"dflash": "DFlash", "dspark": "DSpark"}
 
 
@@ -65,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def drafter_facts(contract: DraftContract) -> list[tuple[str, str]]:
     """What a drafter promises, as (label, text) rows."""
     rows = [
-        ("what", f"{KINDS[contract.kind]} drafter, {METHODS[contract.method]} ({contract.architecture})"),
+        ("what", f"{KINDS[contract.kind]} drafter, {METHOD_NAMES[contract.method]} ({contract.architecture})"),
         ("served with", f"--speculative-algorithm {contract.algorithm}"),
         (
             "draft block",

@@ -241,7 +241,7 @@ def test_variants_carryover_does_not_cover(carryover: Path, changes: dict[str, A
 def test_the_first_problem_is_raised_and_the_rest_counted(carryover: Path, tmp_path: Path) -> None:
     edit_config(carryover, carryover_config=None, draft_vocab_size=9)
     with pytest.raises(
-        UsageError, match=r"cannot be served: the draft vocabulary .* \(1 more: sglang-ext inspect .*\)\."
+        UsageError, match=r"cannot be used: the draft vocabulary .* \(1 more: sglang-ext inspect .*\)\."
     ):
         check(read_contract(carryover))
 

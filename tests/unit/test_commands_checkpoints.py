@@ -72,7 +72,7 @@ def test_convert_refuses(tmp_path: Path, capsys: Capture, monkeypatch: pytest.Mo
     assert main(["convert", str(base), "--carryover", str(out)]) == 0
     capsys.readouterr()
     assert "already exists" in refused(capsys, "convert", base, "--carryover", out)
-    assert "already a carryover drafter" in refused(capsys, "convert", out, "--carryover", tmp_path / "two")
+    assert "already a Carryover drafter" in refused(capsys, "convert", out, "--carryover", tmp_path / "two")
     other = make_target(tmp_path / "other", hidden_size=16)
     assert "hidden size" in refused(capsys, "convert", base, "--carryover", tmp_path / "two", "--target", other)
     assert "is a target model" in refused(capsys, "convert", other, "--carryover", tmp_path / "two")

@@ -134,6 +134,47 @@ def test_refusals_of_method_and_model(models: Path, capsys: Capture) -> None:
         assert "leave it out" in refused(capsys, target, "--draft", draft, flag)
 
 
+def test_refusals_of_a_wrong_target(models: Path, free_port: int, capsys: Capture) -> None:
+    target, draft, port = models / "target", models / "dspark", ("--port", free_port)
+    for words in ((draft,), (models / "carryover-dspark", "--method", "none"), (draft, "--draft", draft)):
+        assert "is a drafter, not a target" in refused(capsys, *words)
+    assert "has no config.json" in refused(capsys, models)
+    weights = target / "model.safetensors"
+    whole = weights.read_bytes()
+    for content, sentence in ((whole[:-1], "is cut short or damaged"), (None, "has no weights")):
+        weights.write_bytes(content) if content else weights.unlink()
+        for words in ((), ("--draft", draft)):
+            assert sentence in refused(capsys, target, "--check", *words)
+            assert launched(target, *words, *port, "--load-format", "dummy")[:2] == ["--model-path", str(target)]
+            capsys.readouterr()
+    (target / "pytorch_model.bin").touch()
+    assert launched(target, *port) == ["--model-path", str(target), *map(str, port)]
+
+
+def test_a_target_whose_shape_only_sglang_knows_is_served_without_a_drafter(models: Path, free_port: int) -> None:
+    edit_config(models / "target", hidden_size=None, n_embd=8, num_hidden_layers=None, n_layer=5)
+    assert launched(models / "target", "--port", free_port)[0] == "--model-path"
+    (models / "target" / "config.json").rename(models / "target" / "params.json")
+    assert launched(models / "target", "--port", free_port)[0] == "--model-path"
+
+
+def test_switches_of_the_environment_are_read_at_once(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    for name, value in (("SGLANG_EXT_CARRIED_ROWS", "some"), ("SGLANG_EXT_READ_STATES", "wrong")):
+        with monkeypatch.context() as environment:
+            environment.setenv(name, value)
+            assert f"{name}={value} is n" in refused(capsys, models / "target", "--check")
+
+
+def test_help_says_what_is_checked_and_what_model_is(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "MODEL is the directory or Hugging Face name of the target" in text and "check everything" not in text
+    assert "SGLang checks its own flags when it starts" in text and "without it: no speculation" in text
+
+
 def test_refusals_of_a_wrong_drafter(models: Path, capsys: Capture) -> None:
     other = make_target(models / "other", num_hidden_layers=9)
     assert "target of 5 layers" in refused(capsys, other, "--draft", models / "dspark")

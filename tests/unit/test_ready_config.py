@@ -225,7 +225,7 @@ def test_convert_refuses(tmp_path: Path, drafter: Path, target: Path, capsys: Ca
     dense = make_target(tmp_path / "dense")
     assert "no recurrent layers" in refused(capsys, "convert", base, "--ready", out, "--target", dense)
     ready = ["--ready", out, "--target", target]
-    assert "already a ready drafter" in refused(capsys, "convert", drafter, *ready, "--rank-k", 2)
+    assert "already a ReaDy drafter" in refused(capsys, "convert", drafter, *ready, "--rank-k", 2)
     assert "rank_k is 8, above the key_dim" in refused(capsys, "convert", base, *ready, "--rank-k", 8)
     assert "no recurrent layer" in refused(capsys, "convert", base, *ready, "--source-layers", 2, "--rank-k", 2)
     flash = make_drafter(tmp_path / "flash", "dflash")

@@ -232,7 +232,7 @@ def test_the_method_asked_for_must_be_the_drafters(tmp_path: Path) -> None:
         ("ready", "ready_carryover", r"ReaDy drafter without a Carryover embedding; .* --carryover OUT"),
         ("carryover", "ready_carryover", r"Carryover drafter without a reader of states"),
         ("ready_carryover", "ready", r"ReaDy and Carryover drafter, which ready alone does not load"),
-        ("ready", "none", r"ready drafter, which stock DSPARK does not load; serve the drafter it was made from\."),
+        ("ready", "none", r"ReaDy drafter, which stock DSPARK does not load; serve the drafter it was made from\."),
         ("ready_carryover", "none", r"SGLANG_EXT_CARRIED_ROWS=0"),
     ):
         with pytest.raises(UsageError, match=told):
