@@ -24,6 +24,8 @@ from ceiling import first_round
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from sglang_ext.checkpoints import locate
+from sglang_ext.errors import refusal_ends_process
 from sglang_ext.evaluation import record
 from sglang_ext.evaluation.bootstrap import Counts, gain
 from sglang_ext.training.batches import AnchorBatches
@@ -130,7 +132,7 @@ def main() -> int:
     """Measure and print; JSON with ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("drafter", type=Path, help="DFlash drafter")
-    parser.add_argument("target", type=Path)
+    parser.add_argument("target", type=locate)
     parser.add_argument("answers", type=Path, help="token folder written by `sglang-ext train regenerate`")
     parser.add_argument("--batches", type=int, default=10, help="of 4,096 tokens (default: %(default)s)")
     parser.add_argument("--out", type=Path)
@@ -185,4 +187,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with refusal_ends_process():
+        sys.exit(main())

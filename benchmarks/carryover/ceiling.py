@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from sglang_ext.checkpoints import locate
+from sglang_ext.errors import refusal_ends_process
 from sglang_ext.evaluation import record
 from sglang_ext.training.batches import AnchorBatches
 from sglang_ext.training.branches import verify_branches
@@ -114,7 +116,7 @@ def main() -> int:
     """Measure and print; JSON with ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("drafter", type=Path)
-    parser.add_argument("target", type=Path)
+    parser.add_argument("target", type=locate)
     parser.add_argument("answers", type=Path, help="token folder written by `sglang-ext train regenerate`")
     parser.add_argument("--batches", type=int, default=4, help="of 4,096 tokens (default: %(default)s)")
     parser.add_argument("--out", type=Path)
@@ -145,4 +147,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with refusal_ends_process():
+        sys.exit(main())

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
+from sglang_ext.checkpoints import locate
+from sglang_ext.errors import refusal_ends_process
 from sglang_ext.evaluation import record
 from sglang_ext.training.batches import AnchorBatches
 from sglang_ext.training.carryover_models import CarryingDFlash, CarryingDSpark
@@ -111,7 +113,7 @@ def main() -> int:
     """Measure and print; JSON with ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("drafter", type=Path)
-    parser.add_argument("target", type=Path)
+    parser.add_argument("target", type=locate)
     parser.add_argument("answers", type=Path, help="token folder written by `sglang-ext train regenerate`")
     parser.add_argument("--layers", type=int, nargs="+", action="append", help="to try; default: the drafter's")
     parser.add_argument("--batches", type=int, nargs=2, default=[16, 3], help="of 4,096 tokens: fitted, judged")
@@ -142,4 +144,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with refusal_ends_process():
+        sys.exit(main())

@@ -28,6 +28,8 @@ import matplotlib.pyplot as plt
 from sglang_ext_loadtest import compare, results
 from sglang_ext_loadtest.settings import Sweep
 
+from sglang_ext.errors import refusal_ends_process
+
 LEVELS = (1, 4, 16, 32)
 AIM = 0.95  # of the acceptance gain that should arrive as speed
 Interval = dict[str, float | None]
@@ -200,4 +202,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with refusal_ends_process():
+        sys.exit(main())
