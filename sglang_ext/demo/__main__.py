@@ -126,7 +126,8 @@ def keep(console: Console, args: argparse.Namespace, served: Suite) -> None:
     at = f"http://127.0.0.1:{args.port}"
     places = f"  chat     {at}/v1/chat/completions\n  metrics  {at}/metrics"
     if not args.keep:
-        command = f"  sglang-ext serve {' '.join(words)} --port {args.port}"
+        program = Path(sys.executable).parent / "sglang-ext"  # the demo does not ask for an activated environment
+        command = f"  {program} serve {' '.join(words)} --port {args.port}"
         console.print(f"Nothing keeps running. The {method} server again:\n{command}\n{places}", soft_wrap=True)
         return
     console.print(f"Starting the {method} server again, to stay.")
