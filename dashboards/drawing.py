@@ -66,7 +66,7 @@ def lines(
     low = defaults.get("min") if defaults.get("min") is not None else min(values, default=0)
     top_value = max([*values, low])
     high = defaults.get("max") or low + _round_up(top_value - low)
-    below = 18 * min(4, (len(series) + 1) // 2 + len(series) // 6)  # pixels of the legend
+    below = 18 * _rows([name for name, _ in series], width - 16)  # pixels of the legend
     left, top, right, bottom = 74, 6, width - 8, height - below - 24
 
     def at(moment: float, value: float) -> str:
@@ -168,6 +168,17 @@ def table(panel: dict[str, Any], labels: Sequence[dict[str, str]]) -> str:
     cells = ("".join(f"<td>{html.escape(row.get(name) or '')}</td>" for name in columns) for row in labels)
     rows = "".join(f"<tr>{line}</tr>" for line in cells)
     return f"<table><tr>{head}</tr>{rows}</table>"
+
+
+def _rows(names: Sequence[str], width: int) -> int:
+    """Rows of a legend, six pixels a letter."""
+    rows, used = 1, 0
+    for name in names:
+        wide = 30 + 6 * len(name)
+        if used and used + wide > width:
+            rows, used = rows + 1, 0
+        used += wide
+    return rows
 
 
 def _round_up(span: float) -> float:
