@@ -22,7 +22,7 @@ def needs(extras: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if not package or importlib.util.find_spec(package) is not None:  # it is a part of a package that is missing
+        if not package or importlib.util.find_spec(package) is not None:  # only a part of it is missing
             raise
         raise UsageError(
             f"The package {package} is needed for this and is not installed; in a checkout of sglang-ext run "
