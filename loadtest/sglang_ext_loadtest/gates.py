@@ -61,7 +61,13 @@ class Gate:
         )
 
     def fit(self, methods: Sequence[str], levels: Sequence[float], roles: Sequence[str | None]) -> None:
-        """Raises UsageError when a sweep of these will have nothing that the gate speaks of."""
+        """Raises UsageError when a sweep of these will have nothing that the gate speaks of.
+
+        Args:
+            methods: names of the sweep's methods.
+            levels: its ladder.
+            roles: what speed-ups are counted against; nothing in an open loop.
+        """
         figure = FIGURES.fullmatch(".".join(self.figure))
         if self.method not in ("*", *methods):
             problem = f"the sweep has no method {self.method}; name one of {', '.join(methods)}, or *"
@@ -73,7 +79,7 @@ class Gate:
                 "error_rate, ttft_ms.p95, throughput.output_tok_s, acceptance.length or speedup.plain"
             )
         elif figure["role"] not in (None, *roles):
-            problem = f"no method has the role {figure['role']}; give it to the one to compare with"
+            problem = f"speed-ups need a closed loop and a method with the role {figure['role']}"
         else:
             return
         raise UsageError(f"The gate {self.text!r} cannot hold: {problem}.")

@@ -196,7 +196,7 @@ def check_sweep(sweep: Sweep) -> Sweep:
     if not 0 < sweep.slo.attainment <= 1:
         raise UsageError(f"slo: attainment is {sweep.slo.attainment:g}; give a share above 0, at most 1.")
     for text in sweep.gates:
-        Gate.parse(text).fit(names, sweep.load.levels, roles)
+        Gate.parse(text).fit(names, sweep.load.levels, () if sweep.load.arrivals else roles)
     return sweep
 
 

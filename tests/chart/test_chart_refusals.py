@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "flag that the chart sets": (
         (*chart.PLAIN, 'server.extraArgs=["--host","::"]'),
-        "chart's own affair; leave it out",
+        "sets itself or cannot work with; leave it out",
     ),
     "pod that only looks": ((*chart.PLAIN, 'server.extraArgs=["--check"]'), "has --check, .*; leave it out"),
     "more GPUs than the pod has": ((*chart.PLAIN, 'server.extraArgs=["--pp-size=2"]'), "has --pp-size, .*; leave it"),

@@ -182,7 +182,7 @@ GOOD: dict[str, Any] = {"methods": [{"name": "a", "url": "http://h:1"}]}
         ({"gates": ["a@3:error_rate<=0"]}, "3 is not on the ladder; name one of 1, 2, 4, 8"),
         ({"gates": ["*:eror_rate<=0"]}, "eror_rate is no figure; name one of summary.groups"),
         ({"gates": ["ttft_ms<=100"]}, "ttft_ms is no figure"),
-        ({"gates": ["a:speedup.stock>=1"]}, "no method has the role stock"),
+        ({"gates": ["a:speedup.stock>=1"]}, "speed-ups need a closed loop and a method with the role stock"),
     ],
 )
 def test_a_sweep_that_is_wrong_is_refused_by_name(change: dict[str, Any], sentence: str) -> None:

@@ -145,7 +145,7 @@
 {{- with get $owned $flag -}}
 {{- fail (printf "server.extraArgs has %s, which the chart sets from %s; set that instead." $flag .) -}}
 {{- end -}}
-{{- fail (printf "server.extraArgs has %s, which is the chart's own affair; leave it out." $flag) -}}
+{{- fail (printf "server.extraArgs has %s, which the chart sets itself or cannot work with; leave it out." $flag) -}}
 {{- end -}}
 {{- end -}}
 {{- $names := keys .Values.speculative.env -}}
