@@ -25,6 +25,15 @@ def write_all_rows(
     return kernels.write_all_rows(hidden, commit_lens, verify_width, embedding)
 
 
+def shift(state: rows.CarryState, slot_rows: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rows.shift``; on CUDA in one launch."""
+    if not slot_rows.is_cuda:
+        return rows.shift(state, slot_rows, *args)
+    from sglang_ext.carryover import kernels
+
+    return kernels.shift(state, slot_rows, *args)
+
+
 class _CarryoverEmbedding:
     """Adds ``carryover_embedding`` [D], as wide as the concatenated target features (paper section 2.1)."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from sglang_ext.carryover.rows import CarryState
 
 _COLUMNS = 2048  # of one row, a program
 
@@ -41,3 +44,71 @@ def write_all_rows(hidden: Tensor, commit_lens: Tensor, verify_width: int, embed
             hidden, commit_lens, embedding, marked, write_lens, verify_width, hidden.stride(0), D=size, BD=block
         )
     return marked, write_lens
+
+
+@triton.jit
+def _shift_kernel(  # type: ignore[no-untyped-def]
+    slot_rows,
+    slots,
+    committed,
+    stock,
+    previous,
+    block_slots,
+    lengths,
+    verify_width,
+    columns,
+    limit,
+    stride_row,
+    Q: tl.constexpr,
+    BQ: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    """One request: its carried rows, the shifted block's slots and length; its state goes on to this round."""
+    request = tl.program_id(0)
+    slot = tl.load(slots + request).to(tl.int64)
+    length = tl.load(committed + request)
+    before = tl.load(previous + slot)
+    rejected = before + verify_width - length
+    carried = tl.where((before >= 0) & (rejected >= 0) & (rejected < verify_width), rejected, 0)
+    carried = tl.minimum(carried, tl.maximum(columns - length - Q, 0))
+    carried = tl.minimum(carried, limit)
+    tl.store(previous + slot, length.to(tl.int32))
+    tl.store(lengths + request, length + carried)
+    offset = tl.arange(0, BQ)
+    inside = offset < Q
+    column = tl.minimum(length + carried + offset, LAST).to(tl.int64)
+    shifted = tl.load(slot_rows + slot * stride_row + column, mask=inside & (carried > 0)).to(tl.int64)
+    kept = tl.load(stock + request * Q + offset, mask=inside).to(tl.int64)
+    tl.store(block_slots + request * Q + offset, tl.where(carried > 0, shifted, kept), mask=inside)
+
+
+def shift(
+    state: CarryState,
+    slot_rows: Tensor,
+    slots: Tensor,
+    committed: Tensor,
+    stock: Tensor,
+    verify_width: int,
+    columns: int,
+    limit: int | None,
+) -> tuple[Tensor, Tensor]:
+    """``rows.shift`` in one launch."""
+    requests, width = stock.shape
+    block_slots, lengths = stock.new_empty(requests * width, dtype=torch.int64), torch.empty_like(committed)
+    _shift_kernel[(requests,)](
+        slot_rows,
+        slots,
+        committed,
+        stock.contiguous(),
+        state.previous,
+        block_slots,
+        lengths,
+        verify_width,
+        columns,
+        verify_width if limit is None else limit,
+        slot_rows.stride(0),
+        Q=width,
+        BQ=triton.next_power_of_2(width),
+        LAST=slot_rows.shape[1] - 1,
+    )
+    return block_slots, lengths

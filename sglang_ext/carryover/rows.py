@@ -14,16 +14,19 @@ positions stay at L + c. So the whole state is one integer per request slot: L o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 NO_ROUND = -1
 """State of a slot whose last forward was no decode round: nothing to carry."""
 
 
-def carried_rows(
-    previous: torch.Tensor, committed: torch.Tensor, verify_width: int, room: torch.Tensor, limit: int | None = None
-) -> torch.Tensor:
+def carried_rows(previous: Any, committed: Any, verify_width: int, room: Any, limit: int | None = None) -> Any:
     """Number of rejected rows that the coming draft reads.
+
+    Operators alone, so that one rule serves tensors on a device and, ten times as fast as small tensors there, numpy
+    arrays on the host.
 
     Args:
         previous: [bs] committed length before each slot's last decode round, or ``NO_ROUND``.
@@ -33,15 +36,13 @@ def carried_rows(
         limit: read at most this many rows, the ones next to the prefix (0 switches the carry off).
 
     Returns:
-        [bs] rows, same dtype as ``committed``; 0 where there is no round to carry from.
+        [bs] rows; 0 where there is no round to carry from.
     """
     rejected = previous + verify_width - committed
-    valid = (previous >= 0) & (rejected >= 0) & (rejected < verify_width)
-    rows = torch.where(valid, rejected, torch.zeros_like(rejected))
-    rows = torch.minimum(rows, room.clamp(min=0).to(rows.dtype))
-    if limit is not None:
-        rows = rows.clamp(max=limit)
-    return rows.to(committed.dtype)
+    rows = rejected * ((previous >= 0) & (rejected >= 0) & (rejected < verify_width))
+    room = room * (room > 0)
+    rows = rows - (rows - room) * (rows > room)
+    return rows if limit is None else rows - (rows - limit) * (rows > limit)
 
 
 def draft_slots(
@@ -110,6 +111,7 @@ class CarryState:
         self.previous = torch.full((slots,), NO_ROUND, dtype=torch.int32, device=device)
         self.previous_cpu = torch.full((slots,), NO_ROUND, dtype=torch.int32)
         self.tenant = torch.full((slots,), NO_ROUND, dtype=torch.int64)
+        self._host = self.previous_cpu.numpy()  # the same memory
 
     def bytes_per_slot(self) -> tuple[int, int]:
         """What a request slot takes on the device and on the host."""
@@ -135,9 +137,39 @@ class CarryState:
         self.previous.index_copy_(0, slots, committed.to(self.previous.dtype))
         return previous
 
-    def advance_cpu(self, slots_cpu: torch.Tensor, committed_cpu: torch.Tensor) -> torch.Tensor:
-        """The same on the host mirror; the lengths must be exact, not bounds."""
-        slots_cpu = slots_cpu.to(torch.int64)
-        previous = self.previous_cpu[slots_cpu]
-        self.previous_cpu.index_copy_(0, slots_cpu, committed_cpu.to(self.previous_cpu.dtype))
-        return previous
+    def carried_cpu(
+        self,
+        slots_cpu: torch.Tensor,
+        committed_cpu: torch.Tensor,
+        query_width: int,
+        verify_width: int,
+        columns: int,
+        limit: int | None,
+    ) -> torch.Tensor:
+        """:func:`shift` on the host mirror: rows carried [bs]; the lengths must be exact, not bounds."""
+        slots, committed = slots_cpu.numpy(), committed_cpu.numpy()
+        previous = self._host[slots]
+        self._host[slots] = committed
+        return torch.from_numpy(
+            carried_rows(previous, committed, verify_width, columns - committed - query_width, limit)
+        )
+
+
+def shift(
+    state: CarryState,
+    slot_rows: torch.Tensor,
+    slots: torch.Tensor,
+    committed: torch.Tensor,
+    stock: torch.Tensor,
+    verify_width: int,
+    columns: int,
+    limit: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Begin a round on the device: the draft block's KV slots [bs * Q] and prefix lengths [bs] behind carried rows.
+
+    ``columns`` is how many of a slot row may be used; the other arguments are those of ``carried_rows`` and
+    ``draft_slots``. Advances ``state``.
+    """
+    previous = state.advance(slots, committed)
+    carried = carried_rows(previous, committed, verify_width, columns - committed - stock.shape[1], limit)
+    return draft_slots(slot_rows, slots, committed, carried, stock), committed + carried

@@ -17,8 +17,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
-from sglang_ext.carryover.draft_model import write_all_rows
-from sglang_ext.carryover.rows import CarryState, carried_rows, draft_slots
+from sglang_ext.carryover.draft_model import shift, write_all_rows
+from sglang_ext.carryover.rows import CarryState
 from sglang_ext.compat import check_draft_runner, rebind_block
 from sglang_ext.errors import refusal_ends_process
 from sglang_ext.settings import carried_rows_limit, oracle_log, rounds_folder
@@ -124,23 +124,30 @@ class CarryMixin:
         Lengths and slots are given as new tensors: SGLang reuses the ones it passed.
         """
         verify_width, query_width = self.carry_widths()
-        slots, committed = forward_batch.req_pool_indices, forward_batch.seq_lens
-        previous = self.carry.advance(slots, committed)
-        room = self.carry_columns - committed - query_width
-        carried = carried_rows(previous, committed, verify_width, room, self._limit)
-        block_slots = draft_slots(
-            self._slot_rows, slots, committed, carried, forward_batch.out_cache_loc.view(-1, query_width)
+        block_slots, lengths = shift(
+            self.carry,
+            self._slot_rows,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            forward_batch.out_cache_loc.view(-1, query_width),
+            verify_width,
+            self.carry_columns,
+            self._limit,
         )
         if batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu is not None:
             # The host lengths are exact here, so the host can follow without waiting for the device. Where
             # they are absent, SGLang passes bounds that cover the shift already.
-            committed_cpu = batch.seq_lens_cpu
-            previous_cpu = self.carry.advance_cpu(batch.req_pool_indices_cpu, committed_cpu)
-            room_cpu = self.carry_columns - committed_cpu - query_width
-            carried_cpu = carried_rows(previous_cpu, committed_cpu, verify_width, room_cpu, self._limit)
+            carried_cpu = self.carry.carried_cpu(
+                batch.req_pool_indices_cpu,
+                batch.seq_lens_cpu,
+                query_width,
+                verify_width,
+                self.carry_columns,
+                self._limit,
+            )
             forward_batch.seq_lens_cpu = forward_batch.seq_lens_cpu + carried_cpu
             forward_batch.seq_lens_sum = int(forward_batch.seq_lens_cpu.sum())
-        forward_batch.seq_lens = committed + carried
+        forward_batch.seq_lens = lengths
         rebind_block(self.draft_model_runner, forward_batch, block_slots, query_width)
 
 

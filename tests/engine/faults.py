@@ -35,9 +35,9 @@ def register() -> None:
 
 
 def _drop_carry() -> None:
-    from sglang_ext.carryover import worker
+    from sglang_ext.carryover import rows
 
-    worker.carried_rows = lambda previous, committed, *rest: torch.zeros_like(committed)
+    rows.carried_rows = lambda previous, committed, *rest: committed * 0
 
 
 def _drop_embedding() -> None:

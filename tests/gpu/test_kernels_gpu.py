@@ -1,4 +1,4 @@
-"""The kernels on a GPU: the reader's in all cases and in a CUDA graph whose slots change, the write of Carryover."""
+"""The kernels on a GPU: the reader's in all cases and in a CUDA graph whose slots change, those of Carryover."""
 
 from __future__ import annotations
 
@@ -73,3 +73,27 @@ def test_the_carryover_write_equals_its_plain_form(dtype: torch.dtype, width: in
             for found in (captured, kernels.write_all_rows(hidden, commits, 8, embedding)):
                 assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
                 assert found[1].dtype == lens
+
+
+@pytest.mark.parametrize("requests", [1, 32])
+@pytest.mark.parametrize("limit", [None, 0, 1, 5])
+def test_the_shift_equals_its_plain_form(requests: int, limit: int | None) -> None:
+    """Round after round on states of their own: few rows left in the slot row, a round committed by nobody."""
+    from sglang_ext.carryover import kernels, rows
+
+    width, columns = 8, 300
+    for block in (7, 16):
+        slot_rows = torch.randperm(40 * 320, device="cuda").to(torch.int32).view(40, 320)
+        plain, ours = rows.CarryState(40, "cuda"), rows.CarryState(40, "cuda")
+        slots = 1 + torch.randperm(39, device="cuda")[:requests]
+        committed = torch.randint(columns - 90, columns - 60, (requests,), device="cuda")
+        moved = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(12):
+            stock = torch.randint(40 * 320, (requests, block), device="cuda")
+            given = (slot_rows, slots, committed, stock, width, columns, limit)
+            expected, found = rows.shift(plain, *given), kernels.shift(ours, *given)
+            assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+            assert torch.equal(plain.previous, ours.previous)
+            moved += (found[1] - committed).sum()
+            committed = committed + torch.randint(0, width + 2, (requests,), device="cuda")
+        assert (moved > 0) == (limit != 0)

@@ -71,10 +71,11 @@ def test_state_follows_tenants_and_mirrors_the_host() -> None:
     slots = torch.tensor([2, 4])
     state.admit(slots, torch.tensor([1, 1]))
     assert state.advance(slots, torch.tensor([10, 20])).tolist() == [NO_ROUND, NO_ROUND]
-    assert state.advance_cpu(slots, torch.tensor([10, 20])).tolist() == [NO_ROUND, NO_ROUND]
+    host = {"query_width": 7, "verify_width": 8, "columns": 100, "limit": None}
+    assert state.carried_cpu(slots, torch.tensor([10, 20]), **host).tolist() == [0, 0]
     state.admit(slots, torch.tensor([1, 2]))  # slot 4 has a new tenant
     assert state.advance(slots, torch.tensor([12, 22])).tolist() == [10, NO_ROUND]
-    assert state.advance_cpu(slots, torch.tensor([12, 22])).tolist() == [10, NO_ROUND]
+    assert state.carried_cpu(slots, torch.tensor([12, 22]), **host).tolist() == [6, 0]
     state.forget(torch.tensor([2]), torch.tensor([2]))
     assert state.previous.tolist() == [NO_ROUND, NO_ROUND, NO_ROUND, NO_ROUND, 22]
     assert state.previous_cpu.tolist() == state.previous.tolist()
@@ -154,8 +155,8 @@ def test_every_block_reads_committed_then_carried_rows(
         committed = torch.tensor([lengths[slot] for slot in slots])
         state.admit(at, generation[at])
         previous = state.advance(at, committed)
-        assert torch.equal(previous, state.advance_cpu(at, committed))
         carried = carried_rows(previous, committed, width, bound - committed - query)
+        assert torch.equal(carried, state.carried_cpu(at, committed, query, width, bound, None))
         stock = torch.stack([pool.table[s, lengths[s] : lengths[s] + query] for s in slots])
         block = draft_slots(pool.table, at, committed, carried, stock).view(len(slots), query)
         for index, slot in enumerate(slots):
