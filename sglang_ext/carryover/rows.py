@@ -25,8 +25,8 @@ NO_ROUND = -1
 def carried_rows(previous: Any, committed: Any, verify_width: int, room: Any, limit: int | None = None) -> Any:
     """Number of rejected rows that the coming draft reads.
 
-    Operators alone, so that one rule serves tensors on a device and, ten times as fast as small tensors there, numpy
-    arrays on the host.
+    Operators alone, so that one rule serves tensors on a device and numpy arrays on the host, where they are quicker
+    than small tensors.
 
     Args:
         previous: [bs] committed length before each slot's last decode round, or ``NO_ROUND``.
