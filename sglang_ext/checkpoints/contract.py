@@ -5,14 +5,18 @@ nested in ``dflash_config`` first, then flat. A Carryover checkpoint is a DFlash
 name, ``carryover_config`` and one more tensor, ``carryover_embedding`` [K*H]: the learned vector of arXiv 2609.14717
 section 2.1, added to a rejected row's target features before they are projected. A ReaDy checkpoint is a DSpark one
 with ``ready_config`` and the reader's weights (``sglang_ext.ready``); a drafter may have both.
+
+``carryover_config`` may also have ``lookup``, the bonuses of ``sglang_ext.carryover.lookup``, and ``carried_rows``, the
+most rejected rows that the context carries (0: a drafter that never learned to read them; its embedding stays zero).
 """
 
 from __future__ import annotations
 
 import collections
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from sglang_ext.checkpoints.files import Tensor, read_json, read_tensors
 from sglang_ext.errors import UsageError
@@ -20,6 +24,8 @@ from sglang_ext.ready.config import READER, ReadyConfig, RecurrentShape
 
 EMBEDDING = "carryover_embedding"
 CARRYOVER_CONFIG: dict[str, Any] = {"embedding": "learned", "rounds": 1}
+CARRYOVER_OPTIONS = ("lookup", "carried_rows")  # of carryover_config: left out where there is nothing to say
+LOOKUP_BONUSES = 5  # carryover.lookup.LONGEST + 1, which cannot be imported without torch
 CARRYOVER_ARCHITECTURE = {"dflash": "CarryoverDFlashDraftModel", "dspark": "CarryoverDSparkModel"}
 READY_ARCHITECTURE = {"ready": "ReadyDSparkModel", "ready_carryover": "ReadyCarryoverDSparkModel"}
 # Architecture name -> (kind, method). The stock names are those of models/dflash.py and models/dspark.py.
@@ -129,6 +135,18 @@ class DraftContract:
         return self.method in ("carryover", "ready_carryover")
 
     @property
+    def lookup(self) -> tuple[float, ...] | None:
+        """The lookup table: a bonus for each matched length, 0 to LONGEST; None without a (valid) one."""
+        table = (self.carryover or {}).get("lookup")
+        return tuple(map(float, table)) if is_lookup(table) else None
+
+    @property
+    def carried_rows_limit(self) -> int | None:
+        """The most rejected rows that the context carries; None where it carries all."""
+        rows = (self.carryover or {}).get("carried_rows")
+        return rows if type(rows) is int else None
+
+    @property
     def reads(self) -> bool:
         """Whether recurrent states are read (ReaDy)."""
         return self.method in READY_ARCHITECTURE
@@ -150,9 +168,9 @@ class DraftContract:
         return not any(tensor.values().any() for tensor in outputs)
 
     def embedding_is_zero(self) -> bool | None:
-        """Whether the Carryover embedding is still untrained; None without a readable embedding."""
+        """Whether the Carryover embedding is still untrained; None without a readable one, or where it is not used."""
         embedding = self.tensors.get(EMBEDDING)
-        if not self.carries or embedding is None or embedding.dtype not in FLOATS:
+        if not self.carries or self.carried_rows_limit == 0 or embedding is None or embedding.dtype not in FLOATS:
             return None
         return not embedding.values().any()
 
@@ -172,6 +190,13 @@ class TargetInfo:
     num_kv_heads: int | None
     max_position_embeddings: int | None
     weights: Weights | None  # None when only the configuration was read
+
+
+def is_lookup(value: Any) -> TypeGuard[list[float]]:
+    """Whether a value of JSON is a lookup table: ``LOOKUP_BONUSES`` finite numbers, none below zero."""
+    if not isinstance(value, list) or len(value) != LOOKUP_BONUSES:
+        return False
+    return all(type(bonus) in (int, float) and math.isfinite(bonus) and bonus >= 0 for bonus in value)
 
 
 def is_drafter(config: dict[str, Any]) -> bool:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable
+from typing import Any
 
 from sglang_ext.checkpoints.contract import (
     CARRYOVER_ARCHITECTURE,
     CARRYOVER_CONFIG,
+    CARRYOVER_OPTIONS,
     EMBEDDING,
     FLOATS,
+    LOOKUP_BONUSES,
     MARKOV_HEADS,
     READY_ARCHITECTURE,
     DraftContract,
     TargetInfo,
+    is_lookup,
 )
 from sglang_ext.errors import UsageError
 from sglang_ext.ready.config import READER
@@ -99,17 +103,18 @@ def _carryover_problems(contract: DraftContract) -> list[str]:
         name = READY_ARCHITECTURE["ready_carryover"] if contract.reads else CARRYOVER_ARCHITECTURE[contract.kind]
         return [f"config.json has carryover_config but the architecture {contract.architecture}; it must be {name}."]
     problems = []
-    unknown = sorted(set(contract.carryover or {}) - set(CARRYOVER_CONFIG))
+    unknown = sorted(set(contract.carryover or {}) - {*CARRYOVER_CONFIG, *CARRYOVER_OPTIONS})
     if contract.carryover is None:
         problems.append(f"config.json has no carryover_config; add {json.dumps(CARRYOVER_CONFIG)}.")
     elif unknown:
-        known = ", ".join(CARRYOVER_CONFIG)
+        known = ", ".join([*CARRYOVER_CONFIG, *CARRYOVER_OPTIONS])
         problems.append(f"carryover_config has the unknown key {', '.join(unknown)}; the known ones are {known}.")
     else:
         for key, supported in CARRYOVER_CONFIG.items():
             value = contract.carryover.get(key, supported)
             if type(value) is not type(supported) or value != supported:
                 problems.append(f"carryover_config.{key} is {value!r}; only {supported!r} is supported.")
+        problems += _option_problems(contract.carryover)
     embedding, width = contract.tensors.get(EMBEDDING), contract.feature_width
     if embedding is None:
         problems.append(f"the weights lack {EMBEDDING} [{width}]; make the checkpoint with sglang-ext convert.")
@@ -123,6 +128,23 @@ def _carryover_problems(contract: DraftContract) -> list[str]:
     elif not embedding.finite():
         problems.append(f"{EMBEDDING} holds values that are not finite; take an earlier training checkpoint.")
     return problems + carryover_limits(contract)
+
+
+def _option_problems(config: dict[str, Any]) -> list[str]:
+    """What is wrong with the fields of carryover_config that may be left out."""
+    problems = []
+    table, rows = config.get("lookup", [0] * LOOKUP_BONUSES), config.get("carried_rows", 0)
+    if not is_lookup(table):
+        problems.append(
+            f"carryover_config.lookup is {table!r}, but a lookup table has {LOOKUP_BONUSES} finite numbers of at least "
+            "0; make it with sglang-ext train lookup or leave it out."
+        )
+    if type(rows) is not int or rows < 0:
+        problems.append(
+            f"carryover_config.carried_rows is {rows!r}; it must be an integer of at least 0, or left out where all "
+            "rejected rows are carried."
+        )
+    return problems
 
 
 def carryover_limits(contract: DraftContract) -> list[str]:

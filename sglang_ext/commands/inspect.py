@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.checkpoints import (
+    CARRYOVER_OPTIONS,
     METHOD_NAMES,
     DraftContract,
     TargetInfo,
@@ -83,12 +84,22 @@ def drafter_facts(contract: DraftContract) -> list[tuple[str, str]]:
         ("vocabulary", f"{contract.vocab_size} (embedding and head are the target's)"),
         ("weights", _weights(contract.weights)),
     ]
-    zero = contract.embedding_is_zero()
+    return rows + _carryover_facts(contract) + (_reader_facts(contract) if contract.reads else [])
+
+
+def _carryover_facts(contract: DraftContract) -> list[tuple[str, str]]:
+    """What is done with rejected rows."""
+    rows, limit, zero = [], contract.carried_rows_limit, contract.embedding_is_zero()
     if zero is not None:
-        settings = ", ".join(f"{key} {value}" for key, value in (contract.carryover or {}).items())
+        settings = ", ".join(f"{k} {v}" for k, v in (contract.carryover or {}).items() if k not in CARRYOVER_OPTIONS)
         state = "zero: still untrained" if zero else "trained"
         rows.append(("Carryover", f"embedding of {contract.feature_width} values, {state} ({settings})"))
-    return rows + (_reader_facts(contract) if contract.reads else [])
+    if contract.carries and limit is not None:
+        rows.append(("carried rows", f"at most {limit} of a round" if limit else "none, and the embedding is not used"))
+    if contract.lookup is not None:
+        bonuses = ", ".join(f"{bonus:g}" for bonus in contract.lookup)
+        rows.append(("lookup", f"bonus {bonuses} for matches of 0 to {len(contract.lookup) - 1} tokens"))
+    return rows
 
 
 def _reader_facts(contract: DraftContract) -> list[tuple[str, str]]:
@@ -160,6 +171,7 @@ def as_json(checkpoint: DraftContract | TargetInfo) -> dict[str, Any]:
     if isinstance(checkpoint, DraftContract):
         for name in ("algorithm", "verify_width", "query_width", "drafts", "feature_width"):
             values[name] = getattr(checkpoint, name)
+        values["lookup"], values["carried_rows_limit"] = checkpoint.lookup, checkpoint.carried_rows_limit
         values["embedding_is_zero"] = checkpoint.embedding_is_zero()
         values["reader_is_zero"] = checkpoint.reader_is_zero()
     return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}

@@ -21,7 +21,17 @@ from checkpoint_fixtures import (
     write_json,
 )
 
-from sglang_ext.checkpoints import check, locate, read_contract, read_target, read_tensors, validate
+from sglang_ext.carryover.lookup import LONGEST
+from sglang_ext.checkpoints import (
+    CARRYOVER_CONFIG,
+    LOOKUP_BONUSES,
+    check,
+    locate,
+    read_contract,
+    read_target,
+    read_tensors,
+    validate,
+)
 from sglang_ext.commands.convert import convert
 from sglang_ext.errors import UsageError
 
@@ -199,12 +209,35 @@ def test_a_sound_carryover_checkpoint(carryover: Path) -> None:
         ({"embedding": "projected", "rounds": 1}, "embedding is 'projected'; only 'learned'"),
         ({"embedding": "learned", "rounds": 2}, "rounds is 2; only 1"),
         ({"embedding": "learned", "rounds": True}, "rounds is True; only 1"),
+        ({"lookup": [1, 2, 3, 4]}, "lookup is [1, 2, 3, 4], but a lookup table has 5 finite numbers"),
+        ({"lookup": [1, 2, 3, 4, 5, 6]}, "has 5 finite numbers"),
+        ({"lookup": [0, 1, 2, 3, -0.5]}, "of at least 0;"),
+        ({"lookup": [0, 1, 2, 3, float("nan")]}, "finite numbers"),
+        ({"lookup": [0, 1, 2, 3, float("inf")]}, "finite numbers"),
+        ({"lookup": [0, 1, 2, 3, True]}, "finite numbers"),
+        ({"lookup": [0, 1, 2, 3, "4"]}, "finite numbers"),
+        ({"lookup": None}, "lookup is None"),
+        ({"carried_rows": -1}, "carried_rows is -1; it must be an integer"),
+        ({"carried_rows": 1.0}, "carried_rows is 1.0;"),
+        ({"carried_rows": True}, "carried_rows is True;"),
+        ({"carried_rows": None}, "carried_rows is None;"),
     ],
 )
 def test_carryover_settings_that_are_wrong(carryover: Path, config: object, said: str) -> None:
     edit_config(carryover, carryover_config=config)
     problems = validate(read_contract(carryover))
     assert len(problems) == 1 and said in problems[0]
+
+
+def test_a_lookup_table_and_a_limit_of_carried_rows(carryover: Path) -> None:
+    assert LOOKUP_BONUSES == LONGEST + 1
+    contract = read_contract(carryover)
+    assert (contract.lookup, contract.carried_rows_limit) == (None, None)
+    edit_config(carryover, carryover_config={**CARRYOVER_CONFIG, "lookup": [0, 0.5, 1, 2, 3], "carried_rows": 0})
+    contract = read_contract(carryover)
+    assert validate(contract) == []
+    assert (contract.lookup, contract.carried_rows_limit) == ((0.0, 0.5, 1.0, 2.0, 3.0), 0)
+    assert contract.embedding_is_zero() is None  # and stays so
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from checkpoint_fixtures import FEATURES, edit_config, make_drafter, make_sharde
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from sglang_ext.checkpoints import read_contract, validate
+from sglang_ext.checkpoints import CARRYOVER_CONFIG, read_contract, validate
 from sglang_ext.cli import main
 
 Capture = pytest.CaptureFixture[str]
@@ -112,6 +112,23 @@ def test_inspect_tells_what_a_drafter_is(tmp_path: Path, capsys: Capture) -> Non
         f"fits           {target}",
     ):
         assert fact in text, text
+
+
+def test_inspect_tells_the_lookup_table_and_the_carried_rows(tmp_path: Path, capsys: Capture) -> None:
+    main(["convert", str(make_drafter(tmp_path / "base", "dflash")), "--carryover", str(tmp_path / "out")])
+    edit_config(tmp_path / "out", carryover_config={**CARRYOVER_CONFIG, "lookup": [0, 0.5, 1, 2, 3], "carried_rows": 0})
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "carried rows   none, and the embedding is not used" in text and "untrained" not in text
+    assert "lookup         bonus 0, 0.5, 1, 2, 3 for matches of 0 to 4 tokens" in text
+    assert main(["inspect", str(tmp_path / "out"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["lookup"], facts["carried_rows_limit"]) == ([0.0, 0.5, 1.0, 2.0, 3.0], 0)
+    edit_config(tmp_path / "out", carryover_config={**CARRYOVER_CONFIG, "lookup": [1], "carried_rows": 3})
+    assert main(["inspect", str(tmp_path / "out")]) == 2
+    text = capsys.readouterr().out
+    assert "at most 3 of a round" in text and "bonus" not in text and "lookup is [1]" in text
 
 
 def test_inspect_json_holds_the_same_facts(tmp_path: Path, capsys: Capture) -> None:
