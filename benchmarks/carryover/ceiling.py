@@ -26,26 +26,13 @@ from sglang_ext.checkpoints import locate
 from sglang_ext.errors import refusal_ends_process
 from sglang_ext.evaluation import record
 from sglang_ext.training.batches import AnchorBatches
-from sglang_ext.training.branches import verify_branches
 from sglang_ext.training.carryover_models import CarryingDFlash, CarryingDSpark
-from sglang_ext.training.carryover_trainer import second_blocks
+from sglang_ext.training.carryover_trainer import second_blocks, verified_rows
 from sglang_ext.training.drafter_models import pack
 from sglang_ext.training.encode import TokenDataset
 from sglang_ext.training.export import load_drafter, read_shape
 from sglang_ext.training.features import TargetFeatures
 from sglang_ext.training.targets_model import load_target
-
-
-class WithHidden:
-    """The target's features, as ``verify_branches`` asks for them; keeps the last hidden states."""
-
-    def __init__(self, features: TargetFeatures) -> None:
-        self.features = features
-        self.last_hidden = torch.empty(0)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        features, self.last_hidden = self.features(*args, **kwargs)
-        return features, self.last_hidden
 
 
 @dataclass
@@ -73,12 +60,11 @@ def first_round(drafter: Any, features: TargetFeatures, inputs: dict[str, Tensor
     drafts = first.shape[1]
     row = torch.arange(rows).repeat_interleave(len(first) // rows)
     start = torch.where(inputs["valid"], inputs["anchors"] - row * width, 0)
-    target: Any = WithHidden(features)
-    verify_branches(target, ids, start.view(rows, -1), first.view(rows, -1, drafts), recorded)
+    _, last_hidden = verified_rows(features, inputs, first, recorded)
     second = second_blocks(inputs, first, gamma)
     committed = second["anchors"] - row * width - start
     place = committed[:, None] + torch.arange(drafts)
-    return FirstRound(given, first, target.last_hidden.view(len(first), drafts + 1, -1), row, start, second, place)
+    return FirstRound(given, first, last_hidden, row, start, second, place)
 
 
 @torch.no_grad()

@@ -21,8 +21,8 @@ from sglang_ext.training.masks import anchored_blocks, dense_mask, flex_mask
 @torch.no_grad()
 def verify_branches(
     target: TargetFeatures, input_ids: Tensor, anchors: Tensor, proposals: Tensor, recorded: DynamicCache
-) -> Tensor:
-    """Target features [R, n, W, K*H] of every branch row (row 0 is the anchor).
+) -> tuple[Tensor, Tensor]:
+    """Target features [R, n, W, K*H] and last hidden states [R, n, W, H] of every branch row (row 0 is the anchor).
 
     ``recorded`` holds the target's keys and values of the rows [R, T]; ``anchors`` [R, n] are positions in them,
     ``proposals`` [R, n, W - 1] tokens. A branch row sees the recorded tokens before its anchor and the rows of its own
@@ -38,14 +38,14 @@ def verify_branches(
     packed_anchors = (anchors + row[:, None] * length).flatten()
     rule = anchored_blocks(row.repeat_interleave(length), packed_anchors, width, causal=True)
     on_gpu = device.type == "cuda"
-    features, _ = target(
+    features, last_hidden = target(
         branches.view(1, -1),
         position_ids=positions.view(1, -1),
         attention_mask={"full_attention": flex_mask(rule) if on_gpu else dense_mask(rule, device)},
         past_key_values=_packed(recorded),
         attention=FLEX if on_gpu else "sdpa",
     )
-    return features.view(rows, count, width, -1)
+    return features.view(rows, count, width, -1), last_hidden.view(rows, count, width, -1)
 
 
 def _packed(recorded: DynamicCache) -> DynamicCache:

@@ -6,6 +6,8 @@ positions, so the drafter's own projections serve them; only the mask knows that
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,8 +53,29 @@ class _CarryingBlocks:
 
         Which of a round's rows are carried is the rule of ``carryover.rows.rejected_mask``.
         """
+        with self._rows_appended(packed, carried_features, carried_positions, carried) as extended:
+            return super().forward(labels, weights, **extended)  # type: ignore[misc]
+
+    @torch.no_grad()
+    def draft_blocks(
+        self,
+        carried_features: Tensor | None = None,
+        carried_positions: Tensor | None = None,
+        carried: Tensor | None = None,
+        **packed: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """As the base's; with carried rows as :meth:`forward` has them."""
+        with self._rows_appended(packed, carried_features, carried_positions, carried) as extended:
+            return super().draft_blocks(**extended)  # type: ignore[misc]
+
+    @contextmanager
+    def _rows_appended(
+        self, packed: dict[str, Tensor], carried_features: Any, carried_positions: Any, carried: Any
+    ) -> Iterator[dict[str, Tensor]]:
+        """The packed sequence with the carried rows, if there are any, which :meth:`visibility` meanwhile shows."""
         if carried_features is None or carried_positions is None or carried is None:
-            return super().forward(labels, weights, **packed)  # type: ignore[misc]
+            yield packed
+            return
         rows = carried_features.shape[0] * carried_features.shape[1]
         marked = self.carryover_projection(carried_features) + self.carryover_embedding
         extended = {
@@ -67,7 +90,7 @@ class _CarryingBlocks:
         }
         self._carried = carried
         try:
-            return super().forward(labels, weights, **extended)  # type: ignore[misc]
+            yield extended
         finally:
             self._carried = None
 
@@ -82,6 +105,13 @@ class _CarryingBlocks:
         """Greedy drafts [A, P] of every anchor, without gradients and with nothing carried. Each kind has its own."""
         raise NotImplementedError
 
+    def draft_logits(self, previous: Tensor, **packed: Tensor) -> Tensor:
+        """Logits [A, P, V] of every anchor's drafts, each behind the token of ``previous`` [A, P], without gradients.
+
+        Takes carried rows as :meth:`forward` does. Each kind has its own.
+        """
+        raise NotImplementedError
+
 
 class CarryingDFlash(_CarryingBlocks, AnchoredDFlash):
     """DFlash with carried rows."""
@@ -91,6 +121,10 @@ class CarryingDFlash(_CarryingBlocks, AnchoredDFlash):
         """The best token of every row but the anchor's."""
         _, logits = self.draft_blocks(**packed)
         return logits[:, 1:].argmax(-1)
+
+    def draft_logits(self, previous: Tensor, **packed: Tensor) -> Tensor:
+        """What is drafted before a row makes no difference to it."""
+        return self.draft_blocks(**packed)[1][:, 1:]
 
 
 class CarryingDSpark(_CarryingBlocks, AnchoredDSpark):
@@ -107,6 +141,13 @@ class CarryingDSpark(_CarryingBlocks, AnchoredDSpark):
             previous = (logits[:, row] + bias[:, 0]).argmax(-1)
             drafts.append(previous)
         return torch.stack(drafts, dim=1)
+
+    @torch.no_grad()
+    def draft_logits(self, previous: Tensor, **packed: Tensor) -> Tensor:
+        """The Markov head biases each row by the token before it."""
+        hidden, logits = self.draft_blocks(**packed)
+        bias: Tensor = self.markov_head.block_bias(prev_token_ids=previous, hidden_states=hidden)
+        return logits + bias
 
 
 def _append(sequence: Tensor, rows: Tensor) -> Tensor:

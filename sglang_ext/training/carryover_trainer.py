@@ -122,7 +122,14 @@ def second_drafts(
 def carried_features(
     features: Any, inputs: dict[str, Tensor], proposals: Tensor, recorded_rows: DynamicCache | None
 ) -> Tensor:
-    """The target's features [A, P, K*H] of the first drafts [A, P], each behind its anchor and the drafts before it.
+    """The target's features [A, P, K*H] of the first drafts [A, P], each behind its anchor and the drafts before it."""
+    return verified_rows(features, inputs, proposals, recorded_rows)[0][:, 1:]
+
+
+def verified_rows(
+    features: Any, inputs: dict[str, Tensor], proposals: Tensor, recorded_rows: DynamicCache | None
+) -> tuple[Tensor, Tensor]:
+    """The target's features [A, P + 1, K*H] and last hidden states of every anchor [A] and its first drafts [A, P].
 
     ``recorded_rows`` holds the target's keys and values of the batch; None for a target with recurrent layers.
     """
@@ -130,7 +137,7 @@ def carried_features(
     start, _ = _starts(inputs)
     each = (features, inputs["input_ids"], start.view(rows, -1), proposals.view(rows, -1, drafts))
     verified = verify_hybrid_branches(*each) if recorded_rows is None else verify_branches(*each, recorded_rows)
-    return verified.flatten(0, 1)[:, 1:]
+    return verified[0].flatten(0, 1), verified[1].flatten(0, 1)
 
 
 def second_blocks(

@@ -24,8 +24,10 @@ from sglang_ext.training.features import TargetFeatures
 
 
 @torch.no_grad()
-def verify_hybrid_branches(target: TargetFeatures, input_ids: Tensor, anchors: Tensor, proposals: Tensor) -> Tensor:
-    """Target features [R, n, W, K*H] of every branch row (row 0 is the anchor), as ``branches.verify_branches``.
+def verify_hybrid_branches(
+    target: TargetFeatures, input_ids: Tensor, anchors: Tensor, proposals: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Target features [R, n, W, K*H] and last hidden states of every branch row, as ``branches.verify_branches``.
 
     Args:
         target: a hybrid target (Qwen3.5-text, Qwen3-Next) with its captured layers.
@@ -68,7 +70,7 @@ def verify_hybrid_branches(target: TargetFeatures, input_ids: Tensor, anchors: T
         finally:
             for handle in handles:
                 handle.remove()
-    return torch.cat(features, dim=-1).view(rows, count, width, -1)
+    return torch.cat(features, dim=-1).view(rows, count, width, -1), hidden.view(rows, count, width, -1)
 
 
 def _decoder(target: TargetFeatures) -> Any:

@@ -93,13 +93,14 @@ def test_hybrid_branches_equal_one_by_one_verification(model: Any) -> None:
     ids, anchors = rows(), torch.tensor(ANCHORS)
     proposals = torch.randint(0, VOCABULARY, (3, 8, 3), generator=torch.Generator().manual_seed(5))
     with TargetFeatures(model, LAYERS) as target:
-        verified = verify_hybrid_branches(target, ids, anchors, proposals)
-        assert verified.shape == (3, 8, 4, 3 * 32)
+        verified, last_hidden = verify_hybrid_branches(target, ids, anchors, proposals)
+        assert verified.shape == (3, 8, 4, 3 * 32) and last_hidden.shape == (3, 8, 4, 32)
         for row, places in enumerate(ANCHORS):
             for column, anchor in enumerate(places):
                 alone = torch.cat([ids[row, : anchor + 1], proposals[row, column]])[None]
-                wanted = target(alone)[0][0, anchor:]
-                assert (verified[row, column] - wanted).abs().max() < 1e-5 * max(1.0, float(wanted.abs().max()))
+                for found, whole in zip((verified, last_hidden), target(alone), strict=True):
+                    wanted = whole[0, anchor:]
+                    assert (found[row, column] - wanted).abs().max() < 1e-5 * max(1.0, float(wanted.abs().max()))
                 assert (verified[row, column] - verified[row, column - 1]).abs().max() > 1e-2
 
 
@@ -108,9 +109,9 @@ def test_branches_under_bfloat16_autocast_stay_close(model: Any) -> None:
     ids, anchors = rows(), torch.tensor(ANCHORS)
     proposals = torch.randint(0, VOCABULARY, (3, 8, 3), generator=torch.Generator().manual_seed(5))
     with TargetFeatures(model, LAYERS) as target:
-        exact = verify_hybrid_branches(target, ids, anchors, proposals)
+        exact, _ = verify_hybrid_branches(target, ids, anchors, proposals)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            rounded = verify_hybrid_branches(target, ids, anchors, proposals)
+            rounded, _ = verify_hybrid_branches(target, ids, anchors, proposals)
             with anchor_states(model, [3], anchors) as states:
                 target(ids)
     assert states[3].recurrent.dtype == torch.float32

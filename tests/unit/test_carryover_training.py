@@ -94,13 +94,15 @@ def test_branches_equal_one_by_one_verification(features: TargetFeatures, tokens
     proposals = torch.randint(0, 60, (rows, start.shape[1], 3), generator=torch.Generator().manual_seed(5))
     recorded = DynamicCache()
     features(ids, past_key_values=recorded)
-    verified = verify_branches(features, ids, start, proposals, recorded)
+    verified, last_hidden = verify_branches(features, ids, start, proposals, recorded)
     compared = 0
     for row in range(rows):
         for branch in range(0, start.shape[1], 3):
             anchor = int(start[row, branch])
             alone = torch.cat([ids[row, : anchor + 1], proposals[row, branch]])[None]
-            assert (verified[row, branch] - features(alone)[0][0, anchor:]).abs().max() < 1e-5
+            wanted = features(alone)
+            assert (verified[row, branch] - wanted[0][0, anchor:]).abs().max() < 1e-5
+            assert (last_hidden[row, branch] - wanted[1][0, anchor:]).abs().max() < 1e-5
             compared += 1
     assert compared > 10
 
