@@ -173,7 +173,7 @@ def look_up(tokens: Tensor, logits: Tensor, anchor: Tensor, rounds: Tensor, slot
     return found
 
 
-@triton.jit(do_not_specialize=["draft"])
+@triton.jit(do_not_specialize=["draft"], do_not_specialize_on_alignment=["token"])  # one kernel for all drafts
 def _raise_kernel(  # type: ignore[no-untyped-def]
     bias,
     matched,
