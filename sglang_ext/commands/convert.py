@@ -93,8 +93,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def convert(base: DraftContract, out: Path) -> DraftContract:
+def convert(base: DraftContract, out: Path, **options: Any) -> DraftContract:
     """Write the Carryover form of a drafter, stock or with a reader, to a new directory and return its contract.
+
+    ``options`` are further fields of its carryover_config (``CARRYOVER_OPTIONS``).
 
     Every file is copied; weights keep their bytes, and the file that holds ``fc.weight`` gets the embedding [K*H] of
     zeros in that weight's dtype. The directory appears whole or not at all. Raises UsageError when ``base`` carries
@@ -110,7 +112,18 @@ def convert(base: DraftContract, out: Path) -> DraftContract:
     dtype = _float_dtype(base)
     zeros = bytes(base.feature_width * (4 if dtype == "F32" else 2))
     added = {EMBEDDING: (dtype, (base.feature_width,), zeros)}
-    return _write(base, out, added, {"architectures": [name], "carryover_config": CARRYOVER_CONFIG})
+    return _write(base, out, added, {"architectures": [name], "carryover_config": {**CARRYOVER_CONFIG, **options}})
+
+
+def with_lookup(base: DraftContract, out: Path, table: list[float]) -> DraftContract:
+    """Write a drafter with a lookup table to a new directory and return its contract.
+
+    A drafter that does not carry becomes one that carries no rows: it has not learned to read them. Files as in
+    :func:`convert`.
+    """
+    if base.carries:
+        return _write(base, out, {}, {"carryover_config": {**(base.carryover or {}), "lookup": table}})
+    return convert(base, out, lookup=table, carried_rows=0)
 
 
 def convert_ready(base: DraftContract, out: Path, config: ReadyConfig, seed: int = 0) -> DraftContract:
@@ -177,9 +190,9 @@ def _write(base: DraftContract, out: Path, added: Added, changes: dict[str, Any]
 def _write_files(base: DraftContract, partial: Path, added: Added, changes: dict[str, Any]) -> None:
     holder = base.tensors["fc.weight"].file
     for source in sorted(base.path.iterdir()):
-        if source.is_file() and source != holder:
+        if source.is_file() and (source != holder or not added):
             shutil.copyfile(source, partial / source.name)
-    nbytes = write_with(holder, partial / holder.name, added)
+    nbytes = write_with(holder, partial / holder.name, added) if added else 0
     _write_json(partial / "config.json", {**base.config, **changes})
     if (base.path / WEIGHTS_INDEX).exists():
         index = read_json(base.path / WEIGHTS_INDEX)
