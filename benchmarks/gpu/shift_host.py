@@ -42,7 +42,7 @@ class Block(worker.CarryMixin):
     def __init__(self, widths: tuple[int, int]) -> None:
         self.widths = widths
         self._slot_rows = torch.arange(SLOTS * COLUMNS, device=DEVICE).flip(0).to(torch.int32).view(SLOTS, COLUMNS)
-        self.carry, self.carry_columns, self._limit = rows.CarryState(SLOTS, DEVICE), COLUMNS, None
+        self.carry, self.carry_columns, self.carried_rows = rows.CarryState(SLOTS, DEVICE), COLUMNS, None
         pools: dict[str, Any] = {"token_to_kv_pool_allocator": object(), "token_to_kv_pool": object()}
         translator = KVIndexTranslator(
             req_to_token=self._slot_rows, page_size=1, device=DEVICE, is_draft_worker=True, **pools

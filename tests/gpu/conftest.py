@@ -44,6 +44,7 @@ FOLDER = Path(os.environ.get("SGLANG_EXT_GPU_FOLDER", ROOT / "build" / "gpu-test
 JOBS = int(os.environ.get("SGLANG_EXT_GPU_JOBS", "4"))
 TIMEOUT = float(os.environ.get("SGLANG_EXT_GPU_TIMEOUT", "420"))
 SECONDS = float(os.environ.get("SGLANG_EXT_GPU_SECONDS", "3600"))
+LOOKUP_TABLE = [1.0, 2.0, 3.0, 4.0, 5.0]  # large enough for the tiny drafters' logits
 CPU_FLAGS = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True, "dtype": "float32"}
 
 
@@ -151,6 +152,9 @@ def _models(folder: Path) -> dict[str, Path]:
             found[f"{drafter}:tiny-{target}"] = path
     for kind in ("dspark", "dflash"):
         found[f"carryover-{kind}:dense"] = MODELS / f"carryover-{kind}-dense"
+        found[f"lookup-{kind}:tiny-dense"] = _with_lookup(
+            tiny[f"carryover-{kind}-dense"], folder / "models" / f"lookup-{kind}"
+        )
     for name, base, settings in (
         ("ready", "dspark", {}),
         ("ready-zero", "dspark", {"scale": 0}),
@@ -162,6 +166,16 @@ def _models(folder: Path) -> dict[str, Path]:
             tiny[f"{base}-hybrid"], tiny["hybrid"], out, source_layers=(0, 2), **settings
         )
     return found
+
+
+def _with_lookup(drafter: Path, out: Path) -> Path:
+    """The drafter with a lookup table, in ``out``."""
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(drafter, out)
+    config = json.loads((out / "config.json").read_text())
+    config["carryover_config"]["lookup"] = LOOKUP_TABLE
+    (out / "config.json").write_text(json.dumps(config))
+    return out
 
 
 def _free_port(place: int) -> int:

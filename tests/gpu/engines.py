@@ -104,6 +104,7 @@ def _carryover(kind: str, target: str = "tiny-dense", **settings: Any) -> Engine
 
 
 _checked = functools.partial(_carryover, oracle=True, rounds=True)
+_lookup = functools.partial(Engine, "tiny-dense", oracle=True, rounds=True)
 _ready = functools.partial(Engine, "tiny-hybrid", "ready", "READY", oracle=True, states=True)
 
 _trained = functools.partial(_carryover, target="dense", rounds=True)
@@ -137,6 +138,8 @@ ENGINES: dict[str, Engine] = {
     "page-64": _checked("dflash", flags={"page_size": 64}),
     "carryover-dflash": _checked("dflash"),
     "carryover-dflash-eager": _checked("dflash", flags=EAGER),
+    "lookup-dspark": _lookup("lookup-dspark", "CARRYOVER_DSPARK"),
+    "lookup-dflash": _lookup("lookup-dflash", "CARRYOVER_DFLASH"),
     "trained-dflash-fa3": _backend("dflash", "fa3", oracle=True),
     "one-gpu-ready": Engine("tiny-hybrid", "ready", "READY", rounds=True, steps=FEW),
     "no-overlap-mixed-chunk": _checked(

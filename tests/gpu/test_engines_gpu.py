@@ -179,6 +179,7 @@ PLAIN = [
     *((name, "plain", FP32_TIE) for name in ("dspark", "carryover-dspark-eager", "carryover-dspark")),
     *((name, "plain", FP32_TIE) for name in ("dflash", "carryover-dflash", "carryover-dflash-eager")),
     *((name, "plain", FP32_TIE) for name in ("page-16", "page-64", "no-overlap-mixed-chunk")),
+    *((name, "plain", FP32_TIE) for name in ("lookup-dspark", "lookup-dflash")),
     *((name, "plain", FP32_TIE) for name in ("chunked-prefill-page-16", "retraction")),
     *((name, "plain-hybrid", BF16_TIE) for name in ("hybrid-dspark", "ready-eager", "ready", "ready-carryover")),
     *((name, "trained-plain", BF16_TIE) for name in ENGINES if name.startswith("trained-") and "plain" not in name),
@@ -253,6 +254,20 @@ def test_graphs_draft_what_eager_mode_does(engines: Any, record_property: Any, e
     assert found["rounds"] > 400 and found["carried"] > 100
     assert found["other length"] == found["other drafts"] == found["other commit"] == 0
     assert found["hidden_difference"]["largest"] < 1e-4
+
+
+LOOKUPS = [("carryover-dspark", "lookup-dspark"), ("carryover-dflash", "lookup-dflash")]
+
+
+@pytest.mark.parametrize(
+    ("without", "lookup"), [pytest.param(*pair, marks=pytest.mark.engines(*pair), id=pair[1]) for pair in LOOKUPS]
+)
+def test_a_lookup_drafts_other_tokens(engines: Any, record_property: Any, without: str, lookup: str) -> None:
+    """From the same block: so that drafts equal to the oracle's say that the lookup is right and not that it is off."""
+    found = compare_rounds(engines, without, lookup)
+    record_property("rounds", found)
+    assert found["rounds"] > 100 and found["other drafts"] > 20
+    assert found["other length"] == 0
 
 
 @pytest.mark.parametrize(("backend", "other"), [("triton", "fa3"), ("triton", "flashinfer"), ("fa3", "flashinfer")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,3 +98,32 @@ def test_the_shift_equals_its_plain_form(requests: int, limit: int | None) -> No
             moved += (found[1] - committed).sum()
             committed = committed + torch.randint(0, width + 2, (requests,), device="cuda")
         assert (moved > 0) == (limit != 0)
+
+
+class _Moved:
+    """A module of kernels whose tensors are brought to a GPU for each call, and what was written there back."""
+
+    def __init__(self, module: Any, device: str = "cuda") -> None:
+        self.module, self.device = module, device
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            there = [a.to(self.device) if isinstance(a, torch.Tensor) else a for a in args]
+            found = getattr(self.module, name)(*there)
+            for here, moved in zip(args, there, strict=True):
+                if isinstance(here, torch.Tensor):
+                    here.copy_(moved)
+            return found.cpu() if isinstance(found, torch.Tensor) else found
+
+        return call
+
+
+def test_the_lookup_kernels_equal_their_plain_forms() -> None:
+    """The cases of the unit test; the plain forms stay on the CPU, whose ``max`` takes the first of equal ones."""
+    from test_lookup_kernels import SCRIPT
+
+    from sglang_ext.carryover import lookup_kernels
+
+    words = "lookup, lookup_kernels as kernels"
+    assert words in SCRIPT
+    exec(SCRIPT.replace(words, "lookup"), {"kernels": _Moved(lookup_kernels)})
