@@ -13,7 +13,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 from sglang_ext import compat
 from sglang_ext.checkpoints import check, find_target, locate, read_contract
 from sglang_ext.errors import UsageError, refusal_ends_process
-from sglang_ext.settings import carried_rows_limit, wrong_states
+from sglang_ext.settings import carried_rows_limit, lookup_is_off, wrong_states
 
 BASES = {
     "CARRYOVER_DFLASH": SpeculativeAlgorithm.DFLASH,
@@ -143,7 +143,8 @@ def check_server_args(server_args: Any) -> None:
         if text not in allowed_text:
             raise UsageError(f"{algorithm} cannot run with {name}={text} in the environment: {reason}.")
     check_draft_backend(algorithm, getattr(server_args, "speculative_draft_attention_backend", None))
-    carried_rows_limit()  # both are read in the scheduler; a wrong value is better refused before it exists
+    carried_rows_limit()  # all three are read in the scheduler; a wrong value is better refused before it exists
+    lookup_is_off()
     wrong_states()
     if getattr(server_args, "speculative_draft_model_path", None) is None:
         raise UsageError(f"{algorithm} needs a drafter made for it: set --speculative-draft-model-path.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from sglang_ext.errors import UsageError
 
 CARRIED_ROWS_LIMIT = "SGLANG_EXT_CARRIED_ROWS"
+LOOKUP = "SGLANG_EXT_LOOKUP"
 ORACLE_LOG = "SGLANG_EXT_ORACLE_LOG"
 ROUNDS = "SGLANG_EXT_ROUNDS"
 READ_STATES = "SGLANG_EXT_READ_STATES"
@@ -26,6 +27,14 @@ def carried_rows_limit() -> int | None:
     if not value.isdigit():
         raise UsageError(f"{CARRIED_ROWS_LIMIT}={value} is not a number of rows; set 0 (off), 1, 2, ... or 'all'.")
     return int(value)
+
+
+def lookup_is_off() -> bool:
+    """Whether a drafter's lookup table is left unused, a control: 'off'; unset or 'on' means it is used."""
+    value = os.environ.get(LOOKUP, "")
+    if value not in ("", "on", "off"):
+        raise UsageError(f"{LOOKUP}={value} is neither 'on' nor 'off'; set one of them.")
+    return value == "off"
 
 
 def wrong_states() -> str | None:

@@ -45,6 +45,14 @@ class _CarryoverEmbedding:
         width = self.num_context_features * int(config.hidden_size)  # type: ignore[attr-defined]
         self.carryover_embedding = nn.Parameter(torch.zeros(width), requires_grad=False)
         self._embedding_loaded = False
+        settings = getattr(config, "carryover_config", None) or {}
+        self.lookup_table: list[float] | None = settings.get("lookup")
+        self._carried_rows: int | None = settings.get("carried_rows")
+
+    def carried_rows_limit(self, switch: int | None) -> int | None:
+        """At most this many rejected rows are read: what the drafter was made for and ``switch`` allow; None is all."""
+        limits = [limit for limit in (self._carried_rows, switch) if limit is not None]
+        return min(limits) if limits else None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """Load a drafter; ValueError when the embedding is missing or has another shape (SGLang would not say).

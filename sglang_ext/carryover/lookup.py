@@ -3,11 +3,11 @@
 Pure tensor arithmetic, used by serving and by training alike; it imports neither SGLang nor a trainer. Not in the paper
 (arXiv 2609.14717), which carries rejected rows as context alone.
 
-Row k of a verify step, whose input is token k of the block, holds the target's own choice for the token after it. Its
-words before were wrong from the first rejected draft on, but where the new draft comes to write the same tokens again,
-the choice is mostly right again. So, at each position of the draft, a rejected row whose inputs end in the last m tokens
-written before that position adds ``bonus[min(m, LONGEST)]`` to the logit of its choice (the highest bonus where several
-rows choose the same token). A row without a match counts, with ``bonus[0]``, at its own position alone.
+Row k of a verify step, whose input is token k of the block, holds the target's own choice for the token after it. From
+the first rejected draft on it was made behind wrong words, but where the new draft comes to write the same tokens
+again, the choice is often right again. So, at each position of the draft, a rejected row whose inputs end in the last
+m tokens written before that position raises the logit of its choice by ``table[min(m, LONGEST)]`` (the highest bonus
+where several rows choose the same token). A row without a match counts, with ``table[0]``, at its own position alone.
 
 Notation as in ``rows``: W rows a verify step, c of them committed, P drafts of one block, whose draft j (from 0) takes
 the position that row c + j predicts.

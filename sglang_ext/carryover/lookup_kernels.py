@@ -201,24 +201,22 @@ def _raise_kernel(  # type: ignore[no-untyped-def]
         before = _begin(inputs, committed, row - 1, W, LONGEST)
     else:
         before = tl.load(matched + request * W + row - 1, mask=inside & (row > 0), other=0).to(tl.int32)
-        tl.debug_barrier()  # each row is read by the thread of the next before its own writes it
     written = tl.load(token + request * stride_token).to(tl.int32)
     follows = inside & (tl.load(inputs + row, mask=inside, other=-1) == written)
     after = tl.where(follows, before + 1, 0)
-    tl.store(matched + request * W + row, after.to(matched.dtype.element_ty), mask=inside)
     bonus = _bonus(table, after, row, committed, draft, W, LONGEST)
     choice = tl.load(inputs + W + row, mask=inside, other=-1)
-    # Of the rows that choose the same token, the first adds the highest bonus of all.
-    same = choice[:, None] == choice[None, :]
-    highest = tl.max(tl.where(same, bonus[None, :], 0.0), 1)
-    earlier = tl.sum((same & (row[None, :] < row[:, None])).to(tl.int32), 1)
+    highest = tl.max(tl.where(choice[:, None] == choice[None, :], bonus[None, :], 0.0), 1)  # of each row's choice
     column = choice - start
-    adds = inside & (earlier == 0) & (highest > 0) & (column >= 0) & (column < vocabulary)
+    raises = inside & (highest > 0) & (column >= 0) & (column < vocabulary)
     at = bias + request * stride_bias + column
-    value = tl.load(at, mask=adds, other=0.0)
+    value = tl.load(at, mask=raises, other=0.0)
     # The bonus is rounded to the logits' dtype before, as lookup.raise_choices does.
-    added = highest.to(value.dtype).to(tl.float32)
-    tl.store(at, (value.to(tl.float32) + added).to(value.dtype), mask=adds)
+    value = (value.to(tl.float32) + highest.to(value.dtype).to(tl.float32)).to(value.dtype)
+    # Threads read what others write: a row's matched length by the next row's, a logit by all rows that choose it.
+    tl.debug_barrier()
+    tl.store(matched + request * W + row, after.to(matched.dtype.element_ty), mask=inside)
+    tl.store(at, value, mask=raises)
 
 
 def follow_and_raise(

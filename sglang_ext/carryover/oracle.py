@@ -26,7 +26,7 @@ import torch
 from sglang_ext.carryover import observer
 from sglang_ext.carryover.reference import ReferenceDrafter
 from sglang_ext.errors import UsageError
-from sglang_ext.settings import ORACLE_LOG, carried_rows_limit
+from sglang_ext.settings import ORACLE_LOG, lookup_is_off
 
 TOLERANCE = 1e-4
 """Largest difference of a hidden state (of order 1) between two float32 computations; a wrong row shows over 1e-3."""
@@ -51,6 +51,7 @@ class _Record:
     features: list[torch.Tensor] = field(default_factory=list)
     keys: list[int] = field(default_factory=lambda: [0])
     carried: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    verified: tuple[list[int], list[int], int] | None = None  # inputs, the target's choices, rows committed
 
     def cut(self, length: int) -> None:
         del self.tokens[length:], self.features[length:], self.keys[length + 1 :]
@@ -68,7 +69,8 @@ class Oracle:
         self.log = log
         self.verify_width, self.query_width = worker.carry_widths()
         self.mask_token_id = int(worker._mask_token_id)
-        self.limit = 0 if drafter.embedding is None else carried_rows_limit()
+        self.limit = 0 if drafter.embedding is None else worker.carried_rows
+        self.lookup_off = lookup_is_off()
         self.columns: int = getattr(worker, "carry_columns", 0)
         self.records: dict[str, _Record] = {}
         # Features by token prefix: a radix hit brings rows that an earlier request computed.
@@ -89,7 +91,7 @@ class Oracle:
                 self._append(record, known[position], None)
             for row in range(at, at + count):
                 self._append(record, token_ids[row], features[row])
-            record.carried = []
+            record.carried, record.verified = [], None
             at += count
 
     def on_verify(self, features: torch.Tensor, commit_lens: list[int]) -> None:
@@ -135,7 +137,9 @@ class Oracle:
             if self.rounded is not None:
                 block = self.rounded.block(self._contexts(self.rounded, record)[1], ids, at, states[index])
                 rounding = float((expected - block).abs().max())
-            drafts, margins = self.drafter.greedy(expected, token_ids[index][0])
+            drafts, margins = self.drafter.greedy(
+                expected, token_ids[index][0], None if self.lookup_off else record.verified
+            )
             self.blocks.append(
                 {
                     "rid": request.rid,
@@ -195,6 +199,11 @@ class Oracle:
             }
             self.log.write(json.dumps(row) + "\n")
         self.log.flush()
+        if predictions is not None:
+            for request, inputs, choices, committed in zip(
+                self.batch.reqs, self.candidates, predictions.tolist(), commit_lens.tolist(), strict=True
+            ):
+                self.records[request.rid].verified = inputs, choices, committed
         self.blocks = []
 
 

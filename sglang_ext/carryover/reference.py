@@ -182,12 +182,39 @@ class ReferenceDrafter:
         rows = self._draft_rows(hidden)[: len(previous)] @ self.head.T
         return torch.stack([row + self._bias(token) for row, token in zip(rows, previous, strict=True)])
 
-    def greedy(self, hidden: torch.Tensor, anchor: int) -> tuple[list[int], list[float]]:
-        """Drafted tokens of a block and the margin of each over the second best, each behind the one before it."""
-        tokens, margins, previous = [], [], anchor
+    def greedy(
+        self, hidden: torch.Tensor, anchor: int, verified: tuple[list[int], list[int], int] | None = None
+    ) -> tuple[list[int], list[float]]:
+        """Drafted tokens of a block and the margin of each over the second best, each behind the one before it.
+
+        A drafter with a lookup table looks up in the last verify step: its inputs, the target's choices behind them,
+        and how many rows were committed.
+        """
+        tokens: list[int] = []
+        margins = []
         for row in self._draft_rows(hidden) @ self.head.T:
-            best = (row + self._bias(previous)).topk(2)
-            previous = int(best.indices[0])
-            tokens.append(previous)
+            logits = row + self._bias([anchor, *tokens][-1])
+            for choice, bonus in self._bonuses(anchor, tokens, verified).items():
+                logits[choice] += bonus
+            best = logits.topk(2)
+            tokens.append(int(best.indices[0]))
             margins.append(float(best.values[0] - best.values[1]))
         return tokens, margins
+
+    def _bonuses(
+        self, anchor: int, drafts: list[int], verified: tuple[list[int], list[int], int] | None
+    ) -> dict[int, float]:
+        """What each choice's logit is raised by, as the words of ``lookup`` have it."""
+        table = (self.config.get("carryover_config") or {}).get("lookup")
+        if table is None or verified is None:
+            return {}
+        inputs, choices, committed = verified
+        written = [*inputs[:committed], anchor, *drafts]
+        bonuses: dict[int, float] = {}
+        for row in range(committed, len(inputs)):
+            matched = 0
+            while matched < min(len(table) - 1, row + 1) and written[-1 - matched :] == inputs[row - matched : row + 1]:
+                matched += 1
+            if matched or row == committed + len(drafts):
+                bonuses[choices[row]] = max(bonuses.get(choices[row], 0.0), table[matched])
+        return bonuses

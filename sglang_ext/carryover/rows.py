@@ -122,13 +122,19 @@ class CarryState:
         self.previous.index_fill_(0, slots.to(torch.int64), NO_ROUND)
         self.previous_cpu.index_fill_(0, slots_cpu.to(torch.int64), NO_ROUND)
 
-    def admit(self, slots_cpu: torch.Tensor, generation: torch.Tensor) -> None:
-        """Drop what a former tenant left. ``generation`` [n] (host) counts how often each slot was handed out."""
+    def admit(self, slots_cpu: torch.Tensor, generation: torch.Tensor) -> torch.Tensor | None:
+        """Drop what a former tenant left. ``generation`` [n] (host) counts how often each slot was handed out.
+
+        Returns the slots (on the device) that have a new tenant; None where there is none.
+        """
         slots_cpu = slots_cpu.to(torch.int64)
         new = slots_cpu[self.tenant[slots_cpu] != generation]
-        if new.numel():
-            self.forget(new.to(self.previous.device, non_blocking=True), new)
-            self.tenant[slots_cpu] = generation
+        if not new.numel():
+            return None
+        slots = new.to(self.previous.device, non_blocking=True)
+        self.forget(slots, new)
+        self.tenant[slots_cpu] = generation
+        return slots
 
     def advance(self, slots: torch.Tensor, committed: torch.Tensor) -> torch.Tensor:
         """Start a decode round: return each slot's previous length [bs] and store the present one."""

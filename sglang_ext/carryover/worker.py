@@ -2,7 +2,8 @@
 
 The round itself is SGLang's. Two things differ: the write after a verify step covers all its rows
 (``rows.write_all_rows``), and the draft block's forward is told that its prefix is
-longer by the carried rows (``CarryMixin._draft_forward``).
+longer by the carried rows (``CarryMixin._draft_forward``). A drafter with a lookup table has a third: the verify
+step's inputs and the target's choices are kept for the next draft (``lookup_serving``).
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
 from sglang_ext.carryover.draft_model import shift, write_all_rows
+from sglang_ext.carryover.lookup_serving import Lookup, LookupDraftSampler, MarkovLookup, choose
 from sglang_ext.carryover.rows import CarryState
 from sglang_ext.compat import check_draft_runner, rebind_block
 from sglang_ext.errors import refusal_ends_process
-from sglang_ext.settings import carried_rows_limit, oracle_log, rounds_folder
+from sglang_ext.settings import carried_rows_limit, lookup_is_off, oracle_log, rounds_folder
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +34,14 @@ class CarryMixin:
     # What the mixin needs of SGLang's workers; compat.TOUCH_POINTS asserts their signatures.
     draft_model_runner: Any
     draft_model: Any
+    target_worker: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         with refusal_ends_process():
             check_draft_runner(self)
-            self._limit = carried_rows_limit()
+        self.lookup: Lookup | None = None
+        self._anchor: torch.Tensor | None = None
         self._round: Any = None
         # Both workers call the block's forward through this attribute, once a round
         # (dflash_worker_v2.py:2688, dspark_draft.py:648); graph capture does not go through it.
@@ -57,9 +61,26 @@ class CarryMixin:
         self.carry = CarryState(self._slot_rows.shape[0], self._slot_rows.device)
         # Attention backends size their page tables for the context, not for the row's headroom behind it.
         self.carry_columns = min(self._slot_rows.shape[1], int(self.draft_model_runner.model_config.context_len))
+        self.carried_rows = self.draft_model.carried_rows_limit(carried_rows_limit())
+        if self.draft_model.lookup_table is not None and not lookup_is_off():
+            self._attach_lookup(self.draft_model.lookup_table)
         if get_parallel().tp_rank == 0:  # every rank has the same state and all features
             self._announce()
             self._attach_observers()
+
+    def _attach_lookup(self, table: list[float]) -> None:
+        """Keep verify steps from now on. Each worker also lets its sampler look them up, before any is captured."""
+        self.lookup = Lookup(table, self._slot_rows.shape[0], self.carry_widths()[0], self._slot_rows.device)
+        self._verified: Any = None
+        stock_verify = self.target_worker.forward_batch_generation
+
+        def verify(*args: Any, **kwargs: Any) -> Any:
+            output = stock_verify(*args, **kwargs)
+            if kwargs.get("is_verify"):
+                self._verified = kwargs["forward_batch"].input_ids, output.logits_output
+            return output
+
+        self.target_worker.forward_batch_generation = verify
 
     def _announce(self) -> None:
         verify_width, query_width = self.carry_widths()
@@ -67,12 +88,19 @@ class CarryMixin:
         logger.info(
             "Carryover is on: up to %s of %s verified rows are carried, draft block of %s rows, embedding %s; beside "
             "SGLang's memory %s bytes a request slot on the device and %s on the host.",
-            verify_width - 1 if self._limit is None else min(self._limit, verify_width - 1),
+            verify_width - 1 if self.carried_rows is None else min(self.carried_rows, verify_width - 1),
             verify_width,
             query_width,
             "trained" if trained else "zero (untrained: expect less acceptance, not more)",
             *self.carry.bytes_per_slot(),
         )
+        if self.lookup is not None:
+            logger.info(
+                "Its lookup is on: what the target chose in rejected rows gets a bonus of %s in the next draft's "
+                "logits; %s bytes more a request slot.",
+                [round(value, 2) for value in self.lookup.table.tolist()],
+                self.lookup.bytes_per_slot(),
+            )
 
     def _attach_observers(self) -> None:
         """The debug modes of ``settings``, off unless asked for."""
@@ -95,26 +123,38 @@ class CarryMixin:
         elif not batch.forward_mode.is_idle() and batch.reqs:
             # A slot may start decoding without a prefill seen here.
             slots_cpu = batch.req_pool_indices_cpu
-            self.carry.admit(slots_cpu, self._generation[slots_cpu])
+            new = self.carry.admit(slots_cpu, self._generation[slots_cpu])
+            if self.lookup is not None and new is not None:
+                self.lookup.forget(new)
             self._round = batch
+        slots = batch.req_pool_indices
         try:
-            return super().forward_batch_generation(  # type: ignore[misc]
+            result = super().forward_batch_generation(  # type: ignore[misc]
                 batch, on_publish, grammar_barrier, **kwargs
             )
         finally:
             self._round = None
+        if self.lookup is not None and self._verified is not None:
+            (inputs, logits), self._verified = self._verified, None
+            self.lookup.remember(slots, inputs, logits.next_token_logits, result.accept_lens)
+        return result
 
     def _forget(self, batch: Any) -> None:
         """A prefill, or the one-token extend of a running request in a mixed chunk, ends what its slot carries."""
         slots_cpu = batch.req_pool_indices_cpu
         if slots_cpu is not None and slots_cpu.numel():
             self.carry.forget(batch.req_pool_indices, slots_cpu)
+            if self.lookup is not None:
+                self.lookup.forget(batch.req_pool_indices)
             self.carry.tenant[slots_cpu] = self._generation[slots_cpu]
 
     def _draft_forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The draft runner's forward; the block of an armed decode round is shifted first."""
         batch, self._round = self._round, None
         if batch is not None and forward_batch.batch_size > 0 and forward_batch.forward_mode.is_target_verify():
+            if self.lookup is not None:
+                self.lookup.begin(forward_batch.req_pool_indices)
+                self._anchor = forward_batch.input_ids.view(forward_batch.batch_size, -1)[:, 0]
             self._shift(forward_batch, batch)
         return self._stock_draft_forward(forward_batch, *args, **kwargs)
 
@@ -132,7 +172,7 @@ class CarryMixin:
             forward_batch.out_cache_loc.view(-1, query_width),
             verify_width,
             self.carry_columns,
-            self._limit,
+            self.carried_rows,
         )
         if batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu is not None:
             # The host lengths are exact here, so the host can follow without waiting for the device. Where
@@ -143,7 +183,7 @@ class CarryMixin:
                 query_width,
                 verify_width,
                 self.carry_columns,
-                self._limit,
+                self.carried_rows,
             )
             forward_batch.seq_lens_cpu = forward_batch.seq_lens_cpu + carried_cpu
             forward_batch.seq_lens_sum = int(forward_batch.seq_lens_cpu.sum())
@@ -157,6 +197,29 @@ class CarryoverDFlashWorker(CarryMixin, DFlashWorkerV2):
     def carry_widths(self) -> tuple[int, int]:
         """W = Q = block size: the anchor and block - 1 drafts, all verified."""
         return int(self.block_size), int(self.block_size)
+
+    def _maybe_build_draft_sampler(self) -> Any:
+        sampler = super()._maybe_build_draft_sampler()
+        if self.lookup is None or sampler is None:
+            return sampler
+        return LookupDraftSampler(sampler, self.lookup, self.target_worker.model_runner.model.lm_head)
+
+    def _greedy_sample_from_vocab_parallel_head(
+        self, *, hidden_states: torch.Tensor, lm_head: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """The drafts [bs * P] of a block that no graph drafted."""
+        tokens: torch.Tensor = super()._greedy_sample_from_vocab_parallel_head(
+            hidden_states=hidden_states, lm_head=lm_head, **kwargs
+        )
+        anchor, self._anchor = self._anchor, None
+        if self.lookup is None or anchor is None:
+            return tokens
+        blocks = hidden_states.view(anchor.shape[0], -1, hidden_states.shape[-1])
+        own = tokens.view(anchor.shape[0], -1)
+        return choose(self.lookup, lm_head, blocks, own, anchor).flatten()
+
+    def _can_skip_verify_logits(self, batch: Any, sampling_info: Any) -> bool:
+        return self.lookup is None and bool(super()._can_skip_verify_logits(batch, sampling_info))
 
     def _append_target_hidden_to_draft_kv_by_loc(
         self,
@@ -189,3 +252,9 @@ class CarryoverDSparkWorker(CarryMixin, DSparkWorkerV2):
     def carry_widths(self) -> tuple[int, int]:
         """W = gamma + 1; Q = gamma, or gamma + 1 where the anchor's slot predicts nothing."""
         return int(self.verify_num_draft_tokens), int(self.query_token_num)
+
+    def _attach_lookup(self, table: list[float]) -> None:
+        """As the mixin; the Markov head looks up."""
+        super()._attach_lookup(table)
+        assert self.lookup is not None
+        MarkovLookup(self.draft_model.markov_head, self.lookup)
