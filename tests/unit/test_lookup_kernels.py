@@ -115,5 +115,6 @@ def test_the_kernels_compile_for_hopper_and_blackwell(name: str, tokens: str, lo
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     assert f"sm_{capability}" in made.asm["ptx"] and len(made.asm["cubin"]) > 1000
-    # A matched length is read by another thread than the one that writes it.
-    assert ("barrier" in made.asm["ttir"]) == (constants.get("FIRST") is False)
+    if name == "_raise_kernel":  # works in place: whatever thread reads, it does so before any writes
+        loading, storing = made.asm["ttgir"].split("barrier")
+        assert "tt.load" in loading and "tt.store" not in loading and "tt.load" not in storing
