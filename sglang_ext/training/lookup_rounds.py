@@ -25,6 +25,7 @@ from sglang_ext.training.features import TargetFeatures
 from sglang_ext.training.ready_trainer import StateSource, rows_of_anchors
 
 _PART = 4096  # rows whose logits over the vocabulary are held at once
+_SAY_EVERY = 15  # seconds
 
 
 @dataclass(frozen=True)
@@ -84,22 +85,25 @@ class Observer:
     source: StateSource | None = None
 
     def gather(self, batches: AnchorBatches, label: str) -> SecondDrafts:
-        """Second drafts of all batches, on the CPU; a line of progress each."""
+        """Second drafts of all batches, on the CPU; says now and then how far it is."""
         device = self.drafter.fc.weight.device
         numbers: dict[bytes, int] = {}  # a document that comes again keeps its number
-        parts = []
+        parts: list[SecondDrafts] = []
+        began = said = time.monotonic()
         for number in range(len(batches)):
-            began = time.monotonic()
             inputs = batches[number]
             rows = zip(inputs["input_ids"], inputs["lengths"], strict=True)
             texts = [ids[:length].numpy().tobytes() for ids, length in rows]
             document = torch.tensor([numbers.setdefault(text, len(numbers)) for text in texts])
             seen = self.observe({name: value.to(device) for name, value in inputs.items()})
             parts.append(replace(seen, document=document[seen.document]))
-            took = time.monotonic() - began
-            print(
-                f"{label} batch {number + 1} of {len(batches)}: {len(seen):,} second drafts, {took:.1f} s", flush=True
-            )
+            now = time.monotonic()
+            if now - said > _SAY_EVERY or number + 1 == len(batches):
+                said, count = now, sum(map(len, parts))
+                print(
+                    f"{label}: batch {number + 1} of {len(batches)}, {count:,} second drafts, {now - began:.0f} s",
+                    flush=True,
+                )
         return SecondDrafts.join(parts)
 
     @torch.no_grad()
