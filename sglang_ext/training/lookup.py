@@ -52,6 +52,10 @@ def _refuse(args: argparse.Namespace, contract: DraftContract) -> None:
         raise UsageError(
             f"{args.drafter} has a {contract.markov_head} Markov head; the lookup is made for the vanilla one."
         )
+    if contract.kind == "dspark" and not contract.sample_from_anchor:
+        raise UsageError(
+            f"{args.drafter} drafts nothing in its anchor's row; give a DSpark drafter with sample_from_anchor."
+        )
     for option in ("batches", "held_out_batches", "anchors"):
         if getattr(args, option) < 1:
             name = "--" + option.replace("_", "-")
