@@ -1,6 +1,7 @@
 """The lookup rule (``lookup``) in SGLang's draft samplers, eagerly and inside captured graphs.
 
 A graph reads the rounds of all request slots where they lie; before a replay only the batch's slots are put in place.
+On CUDA the kernels of ``lookup_kernels`` do it, each in one launch.
 """
 
 from __future__ import annotations
@@ -43,13 +44,23 @@ class Lookup:
 
     def remember(self, slots: Tensor, inputs: Tensor, logits: Tensor, commit_lens: Tensor) -> None:
         """Keep a verify step of the slots [bs]: inputs [bs * W], the target's logits behind them [bs * W, V]."""
+        if logits.is_cuda:
+            return kernels().remember(self.rounds, slots, inputs, logits.argmax(-1), commit_lens)
         shape = (slots.shape[0], self.width)
         parts = [inputs.view(shape), logits.argmax(-1).view(shape), commit_lens[:, None]]
         self.rounds.index_copy_(0, slots.long(), torch.cat([part.to(torch.int32) for part in parts], 1))
+        return None
 
     def forget(self, slots: Tensor) -> None:
         """Drop what these slots [n] hold."""
         self.rounds[:, -1].index_fill_(0, slots.long(), 0)
+
+
+def kernels() -> Any:
+    """The Triton kernels, which only a process with CUDA imports."""
+    from sglang_ext.carryover import lookup_kernels
+
+    return lookup_kernels
 
 
 def choose(lookup: Lookup, lm_head: Any, hidden: Tensor, tokens: Tensor, anchor: Tensor) -> Tensor:
@@ -64,6 +75,9 @@ def choose(lookup: Lookup, lm_head: Any, hidden: Tensor, tokens: Tensor, anchor:
     logits = torch.cat([(hidden * own).sum(-1, keepdim=True), hidden @ choices.mT], -1)
     if get_parallel().tp_size > 1:
         logits = tensor_model_parallel_all_reduce(logits)
+    if logits.is_cuda:
+        chosen: Tensor = kernels().look_up(tokens, logits, anchor, lookup.rounds, lookup.slots, lookup.table)
+        return chosen
     return look_up(tokens, logits, anchor, verified, lookup.table)
 
 
@@ -101,7 +115,6 @@ class _Chain(NamedTuple):
     """Where a block's Markov chain stands."""
 
     stock: Any  # the head's own state
-    verified: VerifiedRound
     matched: Tensor  # [bs, W]
     draft: int
 
@@ -119,13 +132,22 @@ class MarkovLookup:
 
     def init_state(self, hidden_states: Tensor) -> _Chain:
         """The chain of blocks [bs, P, H] before their first draft."""
-        verified = self.lookup.last(hidden_states.shape[0])
-        return _Chain(self._init_state(hidden_states), verified, verified.begin(), 0)
+        stock = self._init_state(hidden_states)
+        if hidden_states.is_cuda:  # the kernel begins by itself
+            shape = (hidden_states.shape[0], self.lookup.width)
+            return _Chain(stock, torch.empty(shape, dtype=torch.int32, device=hidden_states.device), 0)
+        return _Chain(stock, self.lookup.last(hidden_states.shape[0]).begin(), 0)
 
     def step_bias(self, prev_tokens: Tensor, *, hidden_states: Tensor | None, state: _Chain) -> tuple[Tensor, _Chain]:
         """What the tokens before [bs] add to the logits of the next drafts [bs, V]."""
         bias, stock = self._step_bias(prev_tokens, hidden_states=hidden_states, state=state.stock)
-        matched = state.verified.follow(state.matched, prev_tokens)
-        bonus = state.verified.bonus(matched, state.draft, self.lookup.table)
-        bias = raise_choices(bias, state.verified.choices, bonus, self.shard_start)
-        return bias, _Chain(stock, state.verified, matched, state.draft + 1)
+        lookup, matched = self.lookup, state.matched
+        if bias.is_cuda:
+            kept = lookup.rounds, lookup.slots, lookup.table
+            kernels().follow_and_raise(bias, matched, prev_tokens, state.draft, *kept, self.shard_start)
+        else:
+            verified = lookup.last(len(prev_tokens))
+            matched = verified.follow(matched, prev_tokens)
+            bonus = verified.bonus(matched, state.draft, lookup.table)
+            bias = raise_choices(bias, verified.choices, bonus, self.shard_start)
+        return bias, _Chain(stock, matched, state.draft + 1)

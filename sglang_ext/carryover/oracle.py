@@ -9,10 +9,10 @@ float32 kernel), greedy drafts and a vanilla Markov head, and follows the first 
 Set ``SGLANG_EXT_ORACLE_LOG=FILE``; one JSON line is appended per request and round:
 ``ok`` (all comparisons hold), what was compared (``length_ok``, ``host_ok``, ``positions_ok``, ``tokens_ok``,
 ``hidden_error`` against ``tolerance``) and ``carried`` rows with ``effect``, how much the block's hidden states
-move when they are left out. A bfloat16 server's tolerance follows from ``rounding``: how far the reference itself
-moves when it rounds each of its results to bfloat16. Where the drafter reads recurrent states, ``read_effect`` says
-how much they move the block; they are taken from the pool that the drafter reads, so this checks the reading and not
-what is in the pool.
+move when they are left out; ``looked_up`` says if a lookup table changed the drafts. A bfloat16 server's tolerance
+follows from ``rounding``: how far the reference itself moves when it rounds each of its results to bfloat16. Where
+the drafter reads recurrent states, ``read_effect`` says how much they move the block; they are taken from the pool that
+the drafter reads, so this checks the reading and not what is in the pool.
 """
 
 from __future__ import annotations
@@ -137,9 +137,8 @@ class Oracle:
             if self.rounded is not None:
                 block = self.rounded.block(self._contexts(self.rounded, record)[1], ids, at, states[index])
                 rounding = float((expected - block).abs().max())
-            drafts, margins = self.drafter.greedy(
-                expected, token_ids[index][0], None if self.lookup_off else record.verified
-            )
+            anchor, verified = token_ids[index][0], None if self.lookup_off else record.verified
+            drafts, margins = self.drafter.greedy(expected, anchor, verified)
             self.blocks.append(
                 {
                     "rid": request.rid,
@@ -153,6 +152,7 @@ class Oracle:
                     "rounding": rounding,
                     "effect": self._distance(expected, plain, ids, at, states[index]) if carried else 0.0,
                     "read_effect": self._distance(expected, context, ids, at, None) if self.drafter.reader else 0.0,
+                    "looked_up": drafts != self.drafter.greedy(expected, anchor)[0],
                     "drafts": drafts,
                     "margin": min(margins),
                 }

@@ -13,6 +13,7 @@ import torch
 
 VARIABLE = "SGLANG_EXT_TEST_FAULT"
 FAULTS = ("carry_dropped", "embedding_dropped", "positions_shifted", "resets_off")
+STALE_LOOKUP = "stale_lookup"  # what a slot's former tenant had verified is looked up
 STRICT_ROWS = "strict_rows"  # reading or writing a column past a request's slot row raises, as no GPU kernel would
 ROWS_NOT_WIDENED = "rows_not_widened"  # compat.widen_slot_rows does nothing
 NO_HOST_LENGTHS = "no_host_lengths"  # the attention backend wants no lengths on the host, like triton and fa3
@@ -68,6 +69,12 @@ def _keep_state() -> None:
     rows.CarryState.forget = lambda self, slots, slots_cpu: None  # type: ignore[method-assign]
 
 
+def _keep_verified() -> None:
+    from sglang_ext.carryover import lookup_serving
+
+    lookup_serving.Lookup.forget = lambda self, slots: None  # type: ignore[method-assign]
+
+
 def _be_strict_about_rows() -> None:
     from sglang.srt.mem_cache import allocation
 
@@ -105,6 +112,7 @@ CHANGES = {
     "embedding_dropped": _drop_embedding,
     "positions_shifted": _shift_positions,
     "resets_off": _keep_state,
+    STALE_LOOKUP: _keep_verified,
     STRICT_ROWS: _be_strict_about_rows,
     ROWS_NOT_WIDENED: _leave_rows_narrow,
     NO_HOST_LENGTHS: _want_no_host_lengths,

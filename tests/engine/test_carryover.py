@@ -15,6 +15,7 @@ from harness import run_job
 from scipy.stats import chi2_contingency
 
 from sglang_ext.settings import CARRIED_ROWS_LIMIT, ORACLE_LOG
+from sglang_ext.settings import LOOKUP as LOOKUP_SWITCH
 
 PROMPTS = [
     "Hello, my name is Bob and",
@@ -115,9 +116,27 @@ MATRIX = {
     "hybrid-dspark": ("hybrid", "dspark", {}, {}),
     "hybrid-dflash-page-16": ("hybrid", "dflash", {"page_size": 16, "chunked_prefill_size": 32}, {}),
     "two-rows": ("dense", "dspark", {}, {CARRIED_ROWS_LIMIT: "2"}),
+    "lookup-dflash": ("dense", "dflash", {}, {}),
+    "lookup-dspark": ("dense", "dspark", {"page_size": 16}, {}),
+    "lookup-dflash-no-overlap": ("dense", "dflash", {"disable_overlap_schedule": True}, {}),
+    "lookup-dspark-mixed-chunk": ("dense", "dspark", {"chunked_prefill_size": 16, "enable_mixed_chunk": True}, {}),
+    "lookup-dspark-retraction": ("dense", "dspark", {"max_total_tokens": 512}, {"SGLANG_TEST_RETRACT": "1"}),
+    "lookup-hybrid-dspark": ("hybrid", "dspark", {}, {}),
     "no-host-lengths-dspark": ("dense", "dspark", {}, {}),
     "no-host-lengths-dflash": ("dense", "dflash", {}, {}),
 }
+
+
+LOOKUP = {"lookup": [10.0, 60.0, 120.0, 180.0, 240.0]}
+
+
+def with_settings(drafter: Path, folder: Path, settings: dict[str, Any]) -> Path:
+    """A copy of a Carryover drafter with more in its ``carryover_config``."""
+    shutil.copytree(drafter, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["carryover_config"] |= settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.mark.parametrize("case", MATRIX)
@@ -128,25 +147,60 @@ def test_every_block_equals_the_dense_reference(
     target, kind, flags, env = MATRIX[case]
     if case.startswith("no-host-lengths"):
         env = faults.environment(tmp_path, faults.NO_HOST_LENGTHS)
+    drafter = f"carryover-{kind}"
+    if case.startswith("lookup"):
+        name = f"{drafter}-{target}"
+        models = {**models, name: with_settings(models[name], tmp_path / name, LOOKUP)}
     log = tmp_path / "oracle.jsonl"
     result = run_job(
         "generate",
-        engine=engine(models, target, f"carryover-{kind}", **flags),
+        engine=engine(models, target, drafter, **flags),
         steps=CHURN,
         env={ORACLE_LOG: str(log), **env},
     )
     assert_same_output(outputs(result), plain[target])
     rounds = read_log(log)
     assert [row for row in rounds if not row["ok"]] == []
+    assert (sum(row["looked_up"] for row in rounds) >= 5) == case.startswith("lookup")
     carried = [row for row in rounds if row["carried"]]
     assert len(rounds) > 100 and len(carried) >= 20
     assert min(row["effect"] for row in carried) > 1e-3  # each round's carry is visible to the oracle
     # Recurrent states are kept for every 64th token only, and the small pool of the retraction case evicts.
-    if target == "dense" and case not in ("no-radix-cache", "retraction"):
+    if target == "dense" and case != "no-radix-cache" and "retraction" not in case:
         for request, before in zip(result["steps"][1], result["steps"][0], strict=True):
             assert request["meta"]["cached_tokens"] > len(before["prompt_ids"])
     if case == "two-rows":
         assert {row["carried"] for row in rounds} == {0, 1, 2}
+
+
+def test_a_lookup_without_carried_rows_is_stock_when_off(
+    models: dict[str, Path], plain: dict[str, Any], tmp_path: Path
+) -> None:
+    """A drafter that never learned to read carried rows: switched off, its lookup leaves stock drafting."""
+    name, steps = "carryover-dflash-dense", CHURN[:2]
+    ours = {**models, name: with_settings(models[name], tmp_path / name, {**LOOKUP, "carried_rows": 0})}
+    stock = run_job("generate", engine=engine(models, "dense", "dflash"), steps=steps)
+    off, on = (
+        run_job("generate", engine=engine(ours, "dense", "carryover-dflash"), steps=steps, env={LOOKUP_SWITCH: switch})
+        for switch in ("off", "on")
+    )
+    assert drafting(off) == drafting(stock)
+    assert drafting(on) != drafting(stock)
+    assert_same_output(outputs(on), plain["dense"][:2])
+
+
+def test_the_oracle_sees_a_stale_lookup(models: dict[str, Path], plain: dict[str, Any], tmp_path: Path) -> None:
+    """Negative control: rounds of a slot's former tenant are looked up, and the output stays right."""
+    name, log = "carryover-dspark-dense", tmp_path / "oracle.jsonl"
+    ours = {**models, name: with_settings(models[name], tmp_path / name, LOOKUP)}
+    result = run_job(
+        "generate",
+        engine=engine(ours, "dense", "carryover-dspark"),
+        steps=CHURN,
+        env={ORACLE_LOG: str(log), **faults.environment(tmp_path, faults.STALE_LOOKUP)},
+    )
+    assert_same_output(outputs(result), plain["dense"])
+    assert any(not row["tokens_ok"] for row in read_log(log))
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS)
@@ -222,19 +276,22 @@ def test_slot_rows_hold_what_decode_reserves(wide: dict[str, Path], tmp_path: Pa
         )
 
 
-def test_sampling_keeps_the_targets_distribution(models: dict[str, Path]) -> None:
+def test_sampling_keeps_the_targets_distribution(models: dict[str, Path], tmp_path: Path) -> None:
     """At temperature 1 tokens 2 to 4 (the first comes from the prefill) are distributed as in plain sampling.
 
-    Two-sample chi-square tests over tokens with a family-wise false alarm rate of 1e-6 a run (Bonferroni over three
-    positions and two drafters): samples depend on how requests happen to be batched.
+    A lookup table changes what a drafter samples from. Two-sample chi-square tests over tokens with a family-wise false
+    alarm rate of 1e-6 a run (Bonferroni over three positions and four drafters): samples depend on how requests happen
+    to be batched.
     """
     samples = 600
     sampling = {"temperature": 1.0, "max_new_tokens": 4, "ignore_eos": True}
     step = {"generate": [PROMPTS[0]] * samples, "sampling": sampling}
     flags: dict[str, Any] = {"max_running_requests": 8, "random_seed": 5}
     reference = run_job("generate", engine=engine(models, "dense", **flags), steps=[step])
-    for kind in METHODS:
-        ours = run_job("generate", engine=engine(models, "dense", f"carryover-{kind}", **flags), steps=[step])
+    for kind, settings in ((kind, settings) for kind in METHODS for settings in ({}, LOOKUP)):
+        name = f"carryover-{kind}-dense"
+        drafters = {**models, name: with_settings(models[name], tmp_path / f"{kind}-{len(settings)}", settings)}
+        ours = run_job("generate", engine=engine(drafters, "dense", f"carryover-{kind}", **flags), steps=[step])
         for position in (1, 2, 3):
             counts = [Counter(r["output_ids"][position] for r in result["steps"][0]) for result in (ours, reference)]
             frequent = [token for token, count in (counts[0] + counts[1]).items() if count >= 20]
@@ -242,4 +299,4 @@ def test_sampling_keeps_the_targets_distribution(models: dict[str, Path]) -> Non
             table = [[c[token] for token in frequent] + [samples - sum(c[t] for t in frequent)] for c in counts]
             columns = [index for index in range(len(table[0])) if table[0][index] + table[1][index]]
             result = chi2_contingency([[row[index] for index in columns] for row in table])
-            assert result.pvalue > 1e-6 / 6, f"{kind}, position {position}: p = {result.pvalue:.2g}"
+            assert result.pvalue > 1e-6 / 12, f"{kind} {settings}, position {position}: p = {result.pvalue:.2g}"
