@@ -266,7 +266,7 @@ def test_a_lookup_drafts_other_tokens(engines: Any, record_property: Any, withou
     """From the same block: so that drafts equal to the oracle's say that the lookup is right and not that it is off."""
     found = compare_rounds(engines, without, lookup)
     record_property("rounds", found)
-    assert found["rounds"] > 100 and found["other drafts"] > 20
+    assert found["rounds"] > 100 and found["other drafts"] > 5
     assert found["other length"] == 0
 
 
