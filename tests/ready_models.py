@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_ext.checkpoints import read_contract, read_target
-from sglang_ext.commands.convert import convert_ready
+from sglang_ext.checkpoints.conversion import convert_ready
 from sglang_ext.ready.config import ReadyConfig
 
 

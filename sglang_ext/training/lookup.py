@@ -72,7 +72,7 @@ def _refuse(args: argparse.Namespace, contract: DraftContract) -> None:
 
 def fit_lookup(args: argparse.Namespace, contract: DraftContract) -> dict[str, Any]:
     """Run the stage; returns the record that it writes beside the drafter, as ``lookup.json``."""
-    from sglang_ext.commands.convert import with_lookup
+    from sglang_ext.checkpoints.conversion import with_lookup
     from sglang_ext.evaluation import record
     from sglang_ext.training import provenance
     from sglang_ext.training.batches import AnchorBatches

@@ -16,7 +16,7 @@ from sglang.srt.speculative.spec_registry import get_spec
 
 from sglang_ext import algorithms, compat, sglang_version
 from sglang_ext.checkpoints import read_contract
-from sglang_ext.commands.convert import convert
+from sglang_ext.checkpoints.conversion import convert
 from sglang_ext.errors import UsageError, refusal_ends_process
 
 

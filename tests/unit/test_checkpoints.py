@@ -32,7 +32,7 @@ from sglang_ext.checkpoints import (
     read_tensors,
     validate,
 )
-from sglang_ext.commands.convert import convert
+from sglang_ext.checkpoints.conversion import convert
 from sglang_ext.errors import UsageError
 
 

@@ -15,8 +15,8 @@ from sglang_ext_loadtest.cli import parser as loadtest_parser
 
 from sglang_ext import cli
 from sglang_ext.checkpoints import read_contract
+from sglang_ext.checkpoints.conversion import convert
 from sglang_ext.command_line import Parser
-from sglang_ext.commands.convert import convert
 from sglang_ext.errors import needs
 
 Capture = pytest.CaptureFixture[str]
@@ -43,7 +43,7 @@ def every_parser() -> list[argparse.ArgumentParser]:
 
 def test_help_says_what_every_option_is_and_its_default_once() -> None:
     parsers = every_parser()
-    assert len(parsers) == 5 + 4 + 2 + 9  # load test, single commands, benchmarks, stages
+    assert len(parsers) == 5 + 4 + 2 + 10  # load test, single commands, benchmarks, stages
     for parser in parsers:
         formatter = parser._get_formatter()
         for action in parser._actions:

@@ -87,7 +87,7 @@ def test_convert_refuses(tmp_path: Path, capsys: Capture, monkeypatch: pytest.Mo
     def full_disk(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sglang_ext.commands.convert.write_with", full_disk)
+    monkeypatch.setattr("sglang_ext.checkpoints.conversion.write_with", full_disk)
     assert "No space left" in refused(capsys, "convert", base, "--carryover", tmp_path / "two")
     assert not [path for path in tmp_path.iterdir() if "two" in path.name], "nothing half-written may stay"
 

@@ -15,8 +15,8 @@ from checkpoint_fixtures import edit_config, make_drafter, make_target
 
 from sglang_ext import cpu, server, sglang_version
 from sglang_ext.checkpoints import read_contract
+from sglang_ext.checkpoints.conversion import convert
 from sglang_ext.cli import main
-from sglang_ext.commands.convert import convert
 from sglang_ext.cpu import SERVER_DEFAULTS
 from sglang_ext.errors import UsageError
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from sglang_ext.checkpoints import read_contract, read_target
-from sglang_ext.commands.convert import convert, convert_ready
+from sglang_ext.checkpoints.conversion import convert, convert_ready
 from sglang_ext.demo import report
 from sglang_ext.demo.__main__ import main
 from sglang_ext.demo.measure import figures

@@ -13,14 +13,14 @@ import pytest
 from checkpoint_fixtures import make_drafter, make_target
 
 from sglang_ext.checkpoints import read_contract, read_target
+from sglang_ext.checkpoints.conversion import convert
 from sglang_ext.cli import main
-from sglang_ext.commands.convert import convert
 from sglang_ext.errors import UsageError
 from sglang_ext.evaluation import client, run
 from sglang_ext.evaluation.client import Answer
-from sglang_ext.evaluation.methods import baseline, choose
+from sglang_ext.evaluation.methods import baseline, choose, environment
 from sglang_ext.evaluation.prompts import Prompt
-from sglang_ext.settings import CARRIED_ROWS_LIMIT
+from sglang_ext.settings import CARRIED_ROWS_LIMIT, LOOKUP
 
 
 @pytest.fixture
@@ -175,6 +175,21 @@ def test_a_baseline_is_a_stock_drafter_of_the_same_kind(models: Path) -> None:
     assert baseline(choose(carry, [dflash, "off"], None, target)) is None
     with pytest.raises(UsageError, match="measured twice"):
         choose(carry, ["off"], 0, target)
+
+
+def test_a_lookup_can_be_left_unused(models: Path, tmp_path: Path) -> None:
+    target, folder = read_target(models / "target"), tmp_path / "looks-up"
+    shutil.copytree(models / "carry", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["carryover_config"] |= {"lookup": [0, 1, 2, 3, 4], "carried_rows": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    ours, control = choose(str(folder), ["no-lookup"], None, target)
+    assert (ours.name, control.name) == ("looks-up", "looks-up, no lookup")
+    assert ours.describe()["lookup"] == (0, 1, 2, 3, 4) and control.describe()["lookup"] is None
+    assert ours.describe()["embedding"] is None  # it is not used
+    assert environment(looks_up=control.looks_up)[LOOKUP] == "off" and LOOKUP not in environment(looks_up=True)
+    with pytest.raises(UsageError, match="has no lookup table"):
+        choose(str(models / "carry"), ["no-lookup"], None, target)
 
 
 def test_drafters_with_the_same_name_go_by_their_paths(models: Path) -> None:

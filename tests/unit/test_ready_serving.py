@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from sglang_ext import algorithms, compat
 from sglang_ext.checkpoints import DraftContract, read_contract
+from sglang_ext.checkpoints.conversion import convert, convert_ready
 from sglang_ext.cli import main
-from sglang_ext.commands.convert import convert, convert_ready
 from sglang_ext.commands.serve import METHODS, choose_algorithm
 from sglang_ext.errors import UsageError
 from sglang_ext.evaluation import methods
