@@ -25,8 +25,8 @@ NO_ROUND = -1
 def carried_rows(previous: Any, committed: Any, verify_width: int, room: Any, limit: int | None = None) -> Any:
     """Number of rejected rows that the coming draft reads.
 
-    Operators alone, so that one rule serves tensors on a device and numpy arrays on the host, where they are quicker
-    than small tensors.
+    Operators alone, so that one rule serves tensors on a device and numbers on the host, where they are quicker than
+    small tensors.
 
     Args:
         previous: [bs] committed length before each slot's last decode round, or ``NO_ROUND``.
@@ -111,7 +111,7 @@ class CarryState:
         self.previous = torch.full((slots,), NO_ROUND, dtype=torch.int32, device=device)
         self.previous_cpu = torch.full((slots,), NO_ROUND, dtype=torch.int32)
         self.tenant = torch.full((slots,), NO_ROUND, dtype=torch.int64)
-        self._host = self.previous_cpu.numpy()  # the same memory
+        self._host = self.previous_cpu.numpy().data  # the same memory
 
     def bytes_per_slot(self) -> tuple[int, int]:
         """What a request slot takes on the device and on the host."""
@@ -153,12 +153,12 @@ class CarryState:
         limit: int | None,
     ) -> torch.Tensor:
         """:func:`shift` on the host mirror: rows carried [bs]; the lengths must be exact, not bounds."""
-        slots, committed = slots_cpu.numpy(), committed_cpu.numpy()
-        previous = self._host[slots]
-        self._host[slots] = committed
-        return torch.from_numpy(
-            carried_rows(previous, committed, verify_width, columns - committed - query_width, limit)
-        )
+        found = []
+        for slot, committed in zip(slots_cpu.tolist(), committed_cpu.tolist(), strict=True):
+            room = columns - committed - query_width
+            found.append(carried_rows(self._host[slot], committed, verify_width, room, limit))
+            self._host[slot] = committed
+        return torch.tensor(found)
 
 
 def shift(

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         help="drafters that its gain is measured against, on the same prompts; off: itself with the carry switched "
-        "off; zero, stale, shuffled: itself, reading such states",
+        "off; no-lookup: without its lookup; zero, stale, shuffled: reading such states",
     )
     parser.add_argument(
         "--control", metavar="D3", help="a drafter trained for as many steps without the mechanism, compared like D2"

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sglang_ext.checkpoints import DraftContract, TargetInfo, check, locate, read_contract
 from sglang_ext.errors import UsageError
-from sglang_ext.settings import CARRIED_ROWS_LIMIT, ORACLE_LOG, READ_STATES, ROUNDS, WRONG_STATES
+from sglang_ext.settings import CARRIED_ROWS_LIMIT, LOOKUP, ORACLE_LOG, READ_STATES, ROUNDS, WRONG_STATES
 
 OFF = "off"  # as a reference: the drafter under evaluation with its carry switched off
+NO_LOOKUP = "no-lookup"  # with its lookup switched off
 
 
 @dataclass(frozen=True)
 class Method:
     """A drafter as it is served.
 
-    ``carried_rows`` limits a Carryover drafter (None: all rows); ``states`` feeds a reader wrong ones (None: right).
+    ``carried_rows`` limits a Carryover drafter (None: all it was made for); ``states`` feeds a reader wrong ones (None:
+    right); ``looks_up`` is whether a lookup table is used where there is one.
     """
 
     name: str
     contract: DraftContract
     carried_rows: int | None = None
     states: str | None = None
+    looks_up: bool = True
 
     def words(self, target: str, flags: Sequence[str]) -> list[str]:
         """Arguments of ``sglang-ext serve``."""
@@ -40,17 +43,22 @@ class Method:
             "drafts": self.contract.drafts,
             "carried_rows": self.carried_rows,
             "states": (self.states or "committed") if self.contract.reads else None,
+            "lookup": self.contract.lookup if self.looks_up else None,
             "embedding": _state(self.contract.embedding_is_zero()),
             "reader": _state(self.contract.reader_is_zero()),
         }
 
 
-def environment(carried_rows: int | None = None, states: str | None = None, **more: str) -> dict[str, str]:
+def environment(
+    carried_rows: int | None = None, states: str | None = None, looks_up: bool = True, **more: str
+) -> dict[str, str]:
     """This process's environment with the switches that a server needs, and no other of ours."""
-    kept = {k: v for k, v in os.environ.items() if k not in (CARRIED_ROWS_LIMIT, ORACLE_LOG, READ_STATES, ROUNDS)}
+    ours = (CARRIED_ROWS_LIMIT, LOOKUP, ORACLE_LOG, READ_STATES, ROUNDS)
+    kept = {k: v for k, v in os.environ.items() if k not in ours}
     limit = {} if carried_rows is None else {CARRIED_ROWS_LIMIT: str(carried_rows)}
     read = {} if states is None else {READ_STATES: states}
-    return {**kept, **limit, **read, **more}
+    look = {} if looks_up else {LOOKUP: "off"}
+    return {**kept, **limit, **read, **look, **more}
 
 
 def choose(draft: str, compare: Sequence[str], carried_rows: int | None, target: TargetInfo) -> list[Method]:
@@ -58,12 +66,13 @@ def choose(draft: str, compare: Sequence[str], carried_rows: int | None, target:
 
     Args:
         draft: directory or Hugging Face name.
-        compare: the same, or ``off`` or one of ``WRONG_STATES``: the drafter itself without its carry, or fed so.
+        compare: the same, or ``off``, ``no-lookup`` or one of ``WRONG_STATES``: the drafter itself without its carry,
+            without its lookup, or fed so.
         carried_rows: limit for the drafter under evaluation; other drafters carry all rows.
 
     Raises:
-        UsageError: a drafter is broken or does not fit, a limit or ``off`` without Carryover, wrong states without a
-            reader, a method given twice.
+        UsageError: a drafter is broken or does not fit, a limit or ``off`` without Carryover, ``no-lookup`` without a
+            table, wrong states without a reader, a method given twice.
     """
     contract = _checked(draft, target)
     if not contract.carries and (carried_rows is not None or OFF in compare):
@@ -71,23 +80,24 @@ def choose(draft: str, compare: Sequence[str], carried_rows: int | None, target:
         raise UsageError(f"{draft} is no Carryover drafter, so it carries no rows; leave {asked} out.")
     if fed := [word for word in compare if word in WRONG_STATES and not contract.reads]:
         raise UsageError(f"{draft} is no ReaDy drafter, so it reads no states; leave --compare {fed[0]} out.")
-    chosen: list[tuple[DraftContract, int | None, str | None]] = [(contract, carried_rows, None)]
+    if NO_LOOKUP in compare and contract.lookup is None:
+        raise UsageError(f"{draft} has no lookup table; leave --compare {NO_LOOKUP} out.")
+    chosen = [Method("", contract, carried_rows)]
     for other in compare:
         if other == OFF:
-            chosen.append((contract, 0, None))
+            chosen.append(Method("", contract, 0))
+        elif other == NO_LOOKUP:
+            chosen.append(Method("", contract, carried_rows, looks_up=False))
         elif other in WRONG_STATES:
-            chosen.append((contract, carried_rows, other))
+            chosen.append(Method("", contract, carried_rows, other))
         else:
-            chosen.append((_checked(other, target), None, None))
-    seen = [(contract.path.resolve(), limit, states) for contract, limit, states in chosen]
+            chosen.append(Method("", _checked(other, target)))
+    seen = [(m.contract.path.resolve(), m.carried_rows, m.states, m.looks_up) for m in chosen]
     twice = next((method[0] for method in seen if seen.count(method) > 1), None)
     if twice is not None:
         raise UsageError(f"{twice} would be measured twice in the same way; name each drafter once.")
-    labels = _labels([path for path, _, _ in seen])
-    return [
-        Method(label + _suffix(limit, states), contract, limit, states)
-        for label, (contract, limit, states) in zip(labels, chosen, strict=True)
-    ]
+    labels = _labels([method[0] for method in seen])
+    return [replace(m, name=label + _suffix(m)) for label, m in zip(labels, chosen, strict=True)]
 
 
 def baseline(methods: Sequence[Method]) -> Method | None:
@@ -116,6 +126,7 @@ def _state(zero: bool | None) -> str | None:
     return None if zero is None else "zero, untrained" if zero else "trained"
 
 
-def _suffix(limit: int | None, states: str | None) -> str:
+def _suffix(method: Method) -> str:
+    limit = method.carried_rows
     carried = "" if limit is None else ", carry off" if limit == 0 else f", {limit} carried"
-    return carried + (f", {states} states" if states else "")
+    return carried + (f", {method.states} states" if method.states else "") + ("" if method.looks_up else ", no lookup")

@@ -109,7 +109,7 @@ def _ask(plan: Plan, port: int, prompts: list[Prompt], temperature: float, name:
 def _measure(plan: Plan, method: Method, bar: Progress) -> dict[float, list[Answer]]:
     port, log = free_port(), plan.work / f"{plan.methods.index(method)}.log"
     starting = bar.add_task(f"{method.name}: starting the server", total=None)
-    env = environment(method.carried_rows, method.states)
+    env = environment(method.carried_rows, method.states, method.looks_up)
     with serving(method.words(plan.target, plan.flags), port=port, log=log, env=env):
         bar.remove_task(starting)
         return {at: _ask(plan, port, plan.prompts, at, method.name, bar) for at in plan.temperatures}
@@ -147,7 +147,7 @@ def _carry(plan: Plan, bar: Progress) -> dict[str, Any]:
     prompts = [prompt for group in groups.values() for prompt in group[: plan.recorded_prompts]]
     words = method.words(plan.target, [*plan.flags, *RECORDING_FLAGS])
     starting = bar.add_task(f"{method.name}: starting the server to record", total=None)
-    env = environment(method.carried_rows, **{ROUNDS: str(folder)})
+    env = environment(method.carried_rows, looks_up=method.looks_up, **{ROUNDS: str(folder)})
     with serving(words, port=port, log=plan.work / "record.log", env=env):
         bar.remove_task(starting)
         answers = _ask(plan, port, prompts, 0.0, f"{method.name}, recorded", bar)
