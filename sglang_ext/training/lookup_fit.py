@@ -1,4 +1,4 @@
-"""The lookup table: fitted on second drafts by coordinate ascent, and judged on others."""
+"""The lookup table: fitted on second drafts by coordinate ascent, and judged on those of other documents."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sglang_ext.training.lookup_rounds import SecondDrafts
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
 """Bonuses that are tried, in logits."""
+FOLDS = 5
 _SWEEPS = 10  # over the table, at most; it stands still after two or three
 
 
@@ -43,35 +44,60 @@ def fit(seen: SecondDrafts) -> list[float]:
     """
     weight = weights(seen, "rounds")
     table = [0.0] * (LONGEST + 1)
-
-    def length(entry: int, bonus: float) -> float:
-        tried = [*table[:entry], bonus, *table[entry + 1 :]]
-        return float((accepted(seen, drafts_with(seen, tried) == seen.labels) * weight).sum())
-
     for _ in range(_SWEEPS):
         before = list(table)
         for entry in reversed(range(len(table))):
-            table[entry] = max(GRID, key=lambda bonus, at=entry: length(at, bonus))  # type: ignore[misc]
+            table[entry] = _best_bonus(seen, table, entry, weight)
         if table == before:
             break
     return table
 
 
-def judge(seen: SecondDrafts, table: Sequence[float], stale_table: Sequence[float]) -> dict[str, Any]:
+def _best_bonus(seen: SecondDrafts, table: list[float], entry: int, weight: Tensor) -> float:
+    """The best bonus of one entry while the others stay: it decides between its own best choice and all the rest."""
+    mine = seen.entries == entry + 1
+    raised = seen.choice_logits + torch.tensor([0.0, *table])[seen.entries]
+    best, row = raised.masked_fill(mine, -torch.inf).max(-1)
+    rest = torch.where(best > seen.logits, seen.choices.gather(1, row), seen.tokens)
+    level = torch.maximum(best, seen.logits)
+    own, row = seen.choice_logits.masked_fill(~mine, -torch.inf).max(-1)
+    choice = seen.choices.gather(1, row)
+
+    def length(bonus: float) -> float:
+        right = torch.where(own + bonus > level, choice, rest) == seen.labels
+        return float((accepted(seen, right) * weight).sum())
+
+    return max(GRID, key=length)
+
+
+def cross_fit(seen: SecondDrafts) -> tuple[Tensor, list[list[float]]]:
+    """Tokens [N, P] with the lookup, those of each of ``FOLDS`` parts of the documents by a table fitted on the others.
+
+    Also gives the tables.
+    """
+    drafted, tables = seen.tokens.clone(), []
+    for part in range(FOLDS):
+        judged = seen.document % FOLDS == part
+        tables.append(fit(seen.only(~judged)))
+        drafted[judged] = drafts_with(seen.only(judged), tables[-1])
+    return drafted, tables
+
+
+def judge(seen: SecondDrafts, drafted: Tensor, controlled: Tensor) -> dict[str, Any]:
     """Acceptance lengths of second drafts with and without the lookup, by what counts alike, and how much it changes.
 
-    ``stale_table`` is of the control, which proposes what was drafted before (``SecondDrafts.with_stale_drafts``).
-    ``ceiling`` is the gain if one always knew whom to follow: the drafter, or which of the choices with an entry.
+    ``drafted`` [N, P] are the tokens with the lookup, ``controlled`` those of the control, which proposes what was
+    drafted before (``SecondDrafts.with_stale_drafts``). ``ceiling`` is the gain if one always knew whom to follow: the
+    drafter, or which of the choices with an entry.
     """
     alone = seen.tokens == seen.labels
-    drafted = drafts_with(seen, table)
+    right, controlled = drafted == seen.labels, controlled == seen.labels
     entered = ((seen.choices[:, None] == seen.labels[:, :, None]) & (seen.entries > 0)).any(-1)
-    controlled = drafts_with(seen.with_stale_drafts(), stale_table) == seen.labels
     found: dict[str, Any] = {"second_drafts": len(seen), "documents": len(seen.document.unique()), "interval": METHOD}
     for weighting in WEIGHTINGS:
         weight = weights(seen, weighting)
         reference, method, control, best = (
-            _counts(seen, right, weight) for right in (alone, drafted == seen.labels, controlled, alone | entered)
+            _counts(seen, each, weight) for each in (alone, right, controlled, alone | entered)
         )
         value, interval = gain(method, reference, seed=0)
         of_control = gain(control, reference, seed=0)
@@ -83,12 +109,13 @@ def judge(seen: SecondDrafts, table: Sequence[float], stale_table: Sequence[floa
             "stale_drafts": {"gain": of_control[0], "gain_interval": of_control[1]},
             "ceiling": gain(best, reference, seed=0)[0],
         }
-    changed = _reached(seen, drafted == seen.labels) & (drafted != seen.tokens)
+    reached = _reached(seen, right)
+    changed = reached & (drafted != seen.tokens)
     count = max(int(changed.sum()), 1)
     found["positions"] = {
-        "reached": int(_reached(seen, drafted == seen.labels).sum()),
+        "reached": int(reached.sum()),
         "changed": int(changed.sum()),
-        "changed_to_the_right_token": int((changed & (drafted == seen.labels)).sum()) / count,
+        "changed_to_the_right_token": int((changed & right).sum()) / count,
         "changed_from_the_right_token": int((changed & alone).sum()) / count,
     }
     return found

@@ -52,6 +52,10 @@ class SecondDrafts:
         """All of several."""
         return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
+    def only(self, which: Tensor) -> SecondDrafts:
+        """Those that ``which`` [N] (bool) selects."""
+        return SecondDrafts(*(getattr(self, field.name)[which] for field in fields(self)))
+
     def with_stale_drafts(self) -> SecondDrafts:
         """The control: the same rule over what was drafted before instead of the target's choices."""
         return replace(self, choices=self.stale, choice_logits=self.stale_logits)
@@ -84,7 +88,7 @@ class Observer:
     carried_rows: int | None
     source: StateSource | None = None
 
-    def gather(self, batches: AnchorBatches, label: str) -> SecondDrafts:
+    def gather(self, batches: AnchorBatches) -> SecondDrafts:
         """Second drafts of all batches, on the CPU; says now and then how far it is."""
         device = self.drafter.fc.weight.device
         numbers: dict[bytes, int] = {}  # a document that comes again keeps its number
@@ -101,7 +105,7 @@ class Observer:
             if now - said > _SAY_EVERY or number + 1 == len(batches):
                 said, count = now, sum(map(len, parts))
                 print(
-                    f"{label}: batch {number + 1} of {len(batches)}, {count:,} second drafts, {now - began:.0f} s",
+                    f"batch {number + 1} of {len(batches)}, {count:,} second drafts, {now - began:.0f} s",
                     flush=True,
                 )
         return SecondDrafts.join(parts)

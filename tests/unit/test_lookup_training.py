@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from sglang_ext.training.encode import TokenDataset
 from sglang_ext.training.export import export_drafter
 from sglang_ext.training.features import TargetFeatures
 from sglang_ext.training.lookup import table_text
-from sglang_ext.training.lookup_fit import GRID, accepted, drafts_with, fit, judge, weights
+from sglang_ext.training.lookup_fit import FOLDS, GRID, accepted, cross_fit, drafts_with, fit, judge, weights
 from sglang_ext.training.lookup_rounds import Observer, SecondDrafts, lookup_entries
 from sglang_ext.training.ready_models import ReadingCarryingDSpark
 from sglang_ext.training.ready_trainer import StateSource
@@ -109,7 +110,7 @@ def test_the_fit_finds_a_planted_table_and_judges_it() -> None:
     seen = planted(table)
     assert fit(seen) == table == fit(seen)
     assert fit(seen.with_stale_drafts()) == [0.0] * 5  # what was drafted before is never right here
-    found = judge(seen, table, [8.0] * 5)
+    found = judge(seen, drafts_with(seen, table), drafts_with(seen.with_stale_drafts(), [8.0] * 5))
     taken = sum(bonus <= entry for entry in table for bonus in GRID[1:])
     count = len(seen)
     for figures in (found["rounds"], found["anchors"]):
@@ -122,13 +123,26 @@ def test_the_fit_finds_a_planted_table_and_judges_it() -> None:
         "changed_to_the_right_token": 1.0,
         "changed_from_the_right_token": 0.0,
     }
-    said = table_text({"table": table, "held_out": found})
+    said = table_text({"table": table, **found})
     assert "0, 0.5, 2, 4, 8 for matches of 0 to 4 tokens" in said and "of these 100% became right and 0% had" in said
+
+
+def test_every_document_is_judged_with_a_table_fitted_on_others() -> None:
+    seen = planted([0.0, 0.5, 2.0, 4.0, 8.0])
+    own = replace(seen, document=seen.entries[:, 0, 0] - 1)  # all cases of an entry of the table in one document
+    drafted, tables = cross_fit(own)
+    assert torch.equal(drafted, seen.tokens)  # nothing else tells what its bonus would be
+    assert [[bonus for at, bonus in enumerate(table) if at != part] for part, table in enumerate(tables)] == [
+        [bonus for at, bonus in enumerate([0.0, 0.5, 2.0, 4.0, 8.0]) if at != part] for part in range(FOLDS)
+    ]
+    twice = SecondDrafts.join([replace(seen, document=0 * seen.document + part) for part in range(FOLDS)])
+    drafted, tables = cross_fit(twice)
+    assert tables == [[0.0, 0.5, 2.0, 4.0, 8.0]] * FOLDS and torch.equal(drafted, twice.labels)
 
 
 def test_rounds_that_commit_more_count_less() -> None:
     seen = planted(TABLE)
-    longer = SecondDrafts(**{**vars(seen), "committed": 4 * seen.committed})
+    longer = replace(seen, committed=4 * seen.committed)
     assert torch.equal(4 * weights(longer, "rounds"), weights(seen, "rounds"))
     assert torch.equal(weights(longer, "anchors"), weights(seen, "anchors"))
 
@@ -215,7 +229,7 @@ def test_second_drafts_are_what_serving_drafts(kind: str, carried_rows: int | No
 
 def launch(drafter: Path, target: Path, data: Path, out: Path, *more: str) -> int:
     line = f"train lookup --drafter {drafter} --target {target} --data {data} --out {out} --device cpu"
-    line += " --max-length 64 --anchors 16 --batches 2 --held-out-batches 2"
+    line += " --max-length 64 --anchors 16"
     return main([*line.split(), *more])
 
 
@@ -229,11 +243,11 @@ def test_the_stage_exports_a_stock_and_a_carryover_drafter(tmp_path: Path, capsy
         out = tmp_path / "out" / base.name
         assert launch(base, target, data, out) == 0
         said = capsys.readouterr().out
-        assert "train: batch 2 of 2" in said and "lookup table: " in said and "stale drafts instead" in said
+        assert "batch 7 of 7, " in said and "lookup table: " in said and "stale drafts instead" in said
         contract, found = read_contract(out), json.loads((out / "lookup.json").read_text())
         check(contract, read_target(target))
         assert contract.algorithm == method and contract.lookup == tuple(found["table"])
-        assert found["held_out"]["rounds"]["with"] >= 1 and found["fitted_on"]["second_drafts"] > 20
+        assert found["rounds"]["with"] >= 1 and found["second_drafts"] > 20 and found["documents"] == 8
         assert found["command"].startswith("sglang-ext ") and "torch" in found["environment"]
         record = json.loads((out / "provenance.json").read_text())
         assert record["lookup"] == found["table"] and (out / "PROVENANCE.md").is_file()
@@ -260,7 +274,7 @@ def test_a_drafter_with_a_reader_gets_its_table_too(tmp_path: Path) -> None:
         contract = read_contract(out)
         check(contract, read_target(target))
         assert (contract.algorithm, contract.carried_rows_limit) == ("READY_CARRYOVER", 0)
-        seen.append(json.loads((out / "lookup.json").read_text())["held_out"])
+        seen.append(json.loads((out / "lookup.json").read_text())["rounds"])
         base = out
     assert seen[0] == seen[1] and contract.reader_is_zero() is False
 
@@ -269,7 +283,7 @@ def test_a_drafter_with_a_reader_gets_its_table_too(tmp_path: Path) -> None:
     ("more", "said"),
     [
         (("--batches", "0"), "--batches 0 leaves nothing to look at; give at least 1."),
-        (("--held-out-batches", "0"), "--held-out-batches 0 leaves nothing"),
+        (("--batches", "1"), "has fewer than 5 documents to fit on and to judge by in turns"),
         (("--anchors", "0"), "--anchors 0 leaves nothing"),
         (("--out", "{0}"), "already exists; give a new directory"),
         (("--max-length", "256"), "exceed the drafter's 256 positions; give a smaller --max-length."),
