@@ -7,18 +7,19 @@ is seen behind the recorded tokens, as it is in serving once all drafts before i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from sglang_ext.carryover.lookup import LONGEST, VerifiedRound
 from sglang_ext.training.anchor_states import recurrent_layers
-from sglang_ext.training.batches import AnchorBatches
+from sglang_ext.training.batches import AnchorBatches, Documents
 from sglang_ext.training.carryover_trainer import second_blocks, verified_rows
 from sglang_ext.training.drafter_models import pack
 from sglang_ext.training.features import TargetFeatures
@@ -26,6 +27,22 @@ from sglang_ext.training.ready_trainer import StateSource, rows_of_anchors
 
 _PART = 4096  # rows whose logits over the vocabulary are held at once
 _SAY_EVERY = 15  # seconds
+
+
+class OtherPrompts:
+    """The documents (:class:`batches.Documents`) whose prompt is none of those given as token ids."""
+
+    def __init__(self, documents: Documents, prompts: Collection[tuple[int, ...]]) -> None:
+        self.documents = documents
+        beginnings = (ids[:start].tolist() for ids, start in map(documents.document, range(len(documents))))
+        self.kept = [index for index, prompt in enumerate(beginnings) if tuple(prompt) not in prompts]
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def document(self, index: int) -> tuple[np.ndarray, int]:
+        """Token ids and the index of the first response token."""
+        return self.documents.document(self.kept[index])
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_fixtures import edit_config, set_tensor
@@ -26,15 +27,17 @@ from sglang_ext.training.batches import AnchorBatches
 from sglang_ext.training.carryover_models import CarryingDFlash, CarryingDSpark
 from sglang_ext.training.carryover_trainer import second_blocks
 from sglang_ext.training.drafter_models import DrafterShape, build_drafter
-from sglang_ext.training.encode import TokenDataset
+from sglang_ext.training.encode import TokenDataset, encode
 from sglang_ext.training.export import export_drafter
 from sglang_ext.training.features import TargetFeatures
-from sglang_ext.training.lookup import table_text
+from sglang_ext.training.lookup import lookup_prompts, table_text
 from sglang_ext.training.lookup_fit import FOLDS, GRID, accepted, cross_fit, drafts_with, fit, judge, weights
-from sglang_ext.training.lookup_rounds import Observer, SecondDrafts, lookup_entries
+from sglang_ext.training.lookup_rounds import Observer, OtherPrompts, SecondDrafts, lookup_entries
 from sglang_ext.training.ready_models import ReadingCarryingDSpark
 from sglang_ext.training.ready_trainer import StateSource
 from sglang_ext.training.targets_model import load_target
+from sglang_ext.training.text.documents import Document
+from sglang_ext.training.tokenizer import train as train_tokenizer
 
 READER = ReadyConfig(source_layers=(1, 3), value_heads=4, value_dim=12, key_dim=8, rank_k=3, rank_v=5)
 TABLE = [0.5, 1.0, 1.5, 2.0, 3.0]
@@ -279,9 +282,33 @@ def test_a_drafter_with_a_reader_gets_its_table_too(tmp_path: Path) -> None:
     assert seen[0] == seen[1] and contract.reader_is_zero() is False
 
 
+def test_answers_to_evaluated_prompts_are_left_out(tmp_path: Path) -> None:
+    """The documents of a corpus against the prompts of an evaluation, tokenised as both are."""
+    asked = [f"What is {number} and {number + 1}?" for number in range(6)]
+    tokenizer = train_tokenizer(iter(asked * 5), 280)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    lines = [json.dumps({"id": text, "category": "sum", "turns": [text]}) for text in asked[1:3]]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    documents = [Document(str(n), "sum", "here", "free", "", text, "It is.") for n, text in enumerate(asked)]
+
+    rows = [(np.array(ids), start) for _, ids, start in encode(tokenizer, documents, 100)]
+
+    class Encoded:
+        document = staticmethod(rows.__getitem__)
+
+        def __len__(self) -> int:
+            return len(rows)
+
+    kept = OtherPrompts(Encoded(), lookup_prompts(tmp_path / "prompts.jsonl", tmp_path))
+    assert kept.kept == [0, 3, 4, 5] and len(kept) == 4
+    assert kept.document(1)[0].tolist() == rows[3][0].tolist()
+    assert len(OtherPrompts(Encoded(), ())) == 6
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
+        (("--leave-out", "{0}/prompts"), "has no tokenizer.json to read"),
         (("--batches", "0"), "--batches 0 leaves nothing to look at; give at least 1."),
         (("--batches", "1"), "has fewer than 5 documents to fit on and to judge by in turns"),
         (("--anchors", "0"), "--anchors 0 leaves nothing"),
