@@ -1,9 +1,9 @@
 """``sglang-ext train lookup``: fit the bonuses of the lookup (``sglang_ext.carryover.lookup``) for a drafter.
 
 A few numbers, no gradients: second drafts are drafted on recorded answers as serving would, without the lookup, and
-the table is chosen that would have made them longest. The answers are the held-out ones: on those that the drafter was
-trained on it is right more often than it will be, and the bonuses would come out too low. What the record says of the
-gain is cross-fitted: every document is judged with a table fitted on others.
+the table is chosen that would have made them longest. The answers are the held-out ones, which the drafter was not
+trained on: how often it is right on others says little of how often it will be. What the record says of the gain is
+cross-fitted: every document is judged with a table fitted on others.
 
 A stock drafter becomes a Carryover drafter that carries no rows; one that carries keeps its rows. Weights stay as they
 are.
