@@ -26,7 +26,7 @@ import torch
 from sglang_ext.carryover import observer
 from sglang_ext.carryover.reference import ReferenceDrafter
 from sglang_ext.errors import UsageError
-from sglang_ext.settings import ORACLE_LOG, lookup_is_off
+from sglang_ext.settings import ORACLE_LOG
 
 TOLERANCE = 1e-4
 """Largest difference of a hidden state (of order 1) between two float32 computations; a wrong row shows over 1e-3."""
@@ -70,7 +70,7 @@ class Oracle:
         self.verify_width, self.query_width = worker.carry_widths()
         self.mask_token_id = int(worker._mask_token_id)
         self.limit = 0 if drafter.embedding is None else worker.carried_rows
-        self.lookup_off = lookup_is_off()
+        self.looks_up = getattr(worker, "lookup", None) is not None
         self.columns: int = getattr(worker, "carry_columns", 0)
         self.records: dict[str, _Record] = {}
         # Features by token prefix: a radix hit brings rows that an earlier request computed.
@@ -137,7 +137,7 @@ class Oracle:
             if self.rounded is not None:
                 block = self.rounded.block(self._contexts(self.rounded, record)[1], ids, at, states[index])
                 rounding = float((expected - block).abs().max())
-            anchor, verified = token_ids[index][0], None if self.lookup_off else record.verified
+            anchor, verified = token_ids[index][0], record.verified if self.looks_up else None
             drafts, margins = self.drafter.greedy(expected, anchor, verified)
             self.blocks.append(
                 {

@@ -61,9 +61,10 @@ class CarryMixin:
         self.carry = CarryState(self._slot_rows.shape[0], self._slot_rows.device)
         # Attention backends size their page tables for the context, not for the row's headroom behind it.
         self.carry_columns = min(self._slot_rows.shape[1], int(self.draft_model_runner.model_config.context_len))
-        self.carried_rows = self.draft_model.carried_rows_limit(carried_rows_limit())
-        if self.draft_model.lookup_table is not None and not lookup_is_off():
-            self._attach_lookup(self.draft_model.lookup_table)
+        switch, table = carried_rows_limit(), self.draft_model.lookup_table
+        self.carried_rows = self.draft_model.carried_rows_limit(switch)
+        if table is not None and switch != 0 and not lookup_is_off():
+            self._attach_lookup(table)
         if get_parallel().tp_rank == 0:  # every rank has the same state and all features
             self._announce()
             self._attach_observers()

@@ -16,7 +16,7 @@ from sglang_ext import compat
 from sglang_ext.errors import refusal_ends_process
 from sglang_ext.metrics import contract
 from sglang_ext.metrics.rounds import Carry, Tally, on_decode, on_extend
-from sglang_ext.settings import carried_rows_limit, expected_method
+from sglang_ext.settings import expected_method
 
 logger = logging.getLogger(__name__)
 
@@ -51,21 +51,26 @@ def _attach(scheduler: Any) -> None:
         drafter = contract.contract_of(settings.speculative_draft_model_path, settings.speculative_draft_model_revision)
         tally = Tally(int(settings.speculative_num_draft_tokens), carry_of(worker), len(contract.state_layers(drafter)))
         follow(scheduler, worker, tally, SpeculationSeries(labels, tally.verify_width).add)
-    described = contract.describe(drafter) | {"carried_rows": _carried_rows(worker)} | contract.versions()
+    described = contract.describe(drafter) | _carrying(worker) | contract.versions()
     publish_method(labels, described, parallel.tp_size // parallel.attn_dp_size, expected_method())
     logger.info("Metrics of %s are on /metrics: %s", labels["method"], described)
 
 
 def carry_of(worker: Any) -> Carry | None:
-    """How a worker carries rows; None where it does not."""
+    """How a worker carries rows, as context or, all of them, for its lookup; None where it does not."""
     if not hasattr(worker, "carry_columns"):
         return None
-    return Carry(query_width=worker.carry_widths()[1], columns=worker.carry_columns, limit=carried_rows_limit())
+    limit = None if worker.lookup is not None else worker.carried_rows
+    return Carry(query_width=worker.carry_widths()[1], columns=worker.carry_columns, limit=limit)
 
 
-def _carried_rows(worker: Any) -> str:
-    carry = carry_of(worker)
-    return "" if carry is None else "all" if carry.limit is None else str(carry.limit)
+def _carrying(worker: Any) -> dict[str, str]:
+    """Labels: the most rows that are context of a draft, and the lookup table in use; empty where there is none."""
+    if carry_of(worker) is None:
+        return {"carried_rows": "", "lookup": ""}
+    table = [] if worker.lookup is None else worker.lookup.table.tolist()
+    rows = "all" if worker.carried_rows is None else str(worker.carried_rows)
+    return {"carried_rows": rows, "lookup": ",".join(f"{bonus:g}" for bonus in table)}
 
 
 def follow(scheduler: Any, worker: Any, tally: Tally, show: Callable[[Tally], None]) -> None:
