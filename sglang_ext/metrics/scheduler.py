@@ -51,7 +51,7 @@ def _attach(scheduler: Any) -> None:
         drafter = contract.contract_of(settings.speculative_draft_model_path, settings.speculative_draft_model_revision)
         tally = Tally(int(settings.speculative_num_draft_tokens), carry_of(worker), len(contract.state_layers(drafter)))
         follow(scheduler, worker, tally, SpeculationSeries(labels, tally.verify_width).add)
-    described = contract.describe(drafter) | _carrying(worker) | contract.versions()
+    described = contract.describe(drafter) | carrying(worker) | contract.versions()
     publish_method(labels, described, parallel.tp_size // parallel.attn_dp_size, expected_method())
     logger.info("Metrics of %s are on /metrics: %s", labels["method"], described)
 
@@ -64,7 +64,7 @@ def carry_of(worker: Any) -> Carry | None:
     return Carry(query_width=worker.carry_widths()[1], columns=worker.carry_columns, limit=limit)
 
 
-def _carrying(worker: Any) -> dict[str, str]:
+def carrying(worker: Any) -> dict[str, str]:
     """Labels: the most rows that are context of a draft, and the lookup table in use; empty where there is none."""
     if carry_of(worker) is None:
         return {"carried_rows": "", "lookup": ""}

@@ -8,11 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.metrics.contract import contract_of, describe, fingerprint, state_layers
 from sglang_ext.metrics.rounds import REASONS, Carry, Tally, on_decode, on_extend
+from sglang_ext.metrics.scheduler import carry_of, carrying
 from tests.tiny_models import tiny_models
 
 WIDTH = 8
@@ -114,3 +116,15 @@ def test_contract_labels_do_not_depend_on_the_method(tmp_path: Path) -> None:
         file.write(bytes([last[0] ^ 1]))
     assert fingerprint(copy) != labels["checkpoint"]
     assert contract_of(None, None) is None and contract_of(str(tiny_models()["dense"]), None) is None
+
+
+def test_a_lookup_reads_every_rejected_row() -> None:
+    """A drafter without carried rows in its context reads them all through its lookup table."""
+    worker = SimpleNamespace(carry_columns=100, carry_widths=lambda: (8, 7), carried_rows=0, lookup=None)
+    off = carry_of(worker)
+    assert off is not None and off.limit == 0 and carrying(worker) == {"carried_rows": "0", "lookup": ""}
+    worker.lookup = SimpleNamespace(table=torch.tensor([0.0, 2.0, 3.5, 6.0, 4.0]))
+    on = carry_of(worker)
+    assert on is not None and on.limit is None
+    assert carrying(worker) == {"carried_rows": "0", "lookup": "0,2,3.5,6,4"}
+    assert carrying(SimpleNamespace()) == {"carried_rows": "", "lookup": ""}
