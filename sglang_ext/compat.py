@@ -33,6 +33,16 @@ TOUCH_POINTS: dict[str, tuple[str, ...]] = {
     f"{_DFLASH}._append_target_hidden_to_draft_kv_by_loc": (
         "target_hidden", "cache_loc", "positions", "cache_loc_2d", "commit_lens", "extend_lens",
     ),
+    f"{_DFLASH}._maybe_build_draft_sampler": (),
+    f"{_DFLASH}._greedy_sample_from_vocab_parallel_head": ("hidden_states", "lm_head"),
+    f"{_DFLASH}._can_skip_verify_logits": ("batch", "sampling_info"),
+    "sglang.srt.speculative.dflash_worker_v2:_DflashDraftSampler.__call__": ("hidden_states", "input_ids"),
+    "sglang.srt.speculative.dflash_utils:is_dense_head_weight": ("weight",),
+    "sglang.srt.lora.layers:unwrap_lora_layer": (),
+    "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation": ("batch", "forward_batch", "is_verify"),
+    "sglang.srt.models.dspark:BaseDSparkMarkovHead.init_state": ("hidden_states",),
+    "sglang.srt.models.dspark:BaseDSparkMarkovHead.step_bias": ("prev_tokens", "hidden_states", "state"),
+    "sglang.srt.models.dspark:BaseDSparkMarkovHead.greedy_w2_weight": (),
     f"{_DSPARK}.forward_batch_generation": ("batch", "on_publish", "grammar_barrier", "pp_proxy_tensors"),
     f"{_DSPARK}.alloc_memory_pool": ("memory_pool_config", "req_to_token_pool", "token_to_kv_pool_allocator"),
     "sglang.srt.models.dspark:DSparkDraftModel.write_target_hidden_kv": (

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from sglang_ext.carryover.lookup import VerifiedRound, look_up, raise_choices
 
+WIDEST = 64
+"""Rows of a verify step, at most: what the kernels are made for."""
+
 
 class Lookup:
     """Every request slot's last verify step [slots, 2 W + 1]: its inputs, the choices behind them, rows committed.

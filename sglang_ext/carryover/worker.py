@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
 from sglang_ext.carryover.draft_model import shift, write_all_rows
-from sglang_ext.carryover.lookup_serving import Lookup, LookupDraftSampler, MarkovLookup, choose
+from sglang_ext.carryover.lookup_serving import WIDEST, Lookup, LookupDraftSampler, MarkovLookup, choose
 from sglang_ext.carryover.rows import CarryState
 from sglang_ext.compat import check_draft_runner, rebind_block
-from sglang_ext.errors import refusal_ends_process
-from sglang_ext.settings import carried_rows_limit, lookup_is_off, oracle_log, rounds_folder
+from sglang_ext.errors import UsageError, refusal_ends_process
+from sglang_ext.settings import LOOKUP, carried_rows_limit, lookup_is_off, oracle_log, rounds_folder
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,12 @@ class CarryMixin:
 
     def _attach_lookup(self, table: list[float]) -> None:
         """Keep verify steps from now on. Each worker also lets its sampler look them up, before any is captured."""
+        if self.carry_widths()[0] > WIDEST:
+            with refusal_ends_process():
+                raise UsageError(
+                    f"the lookup is made for verify steps of up to {WIDEST} rows, and this drafter's have "
+                    f"{self.carry_widths()[0]}; set {LOOKUP}=off."
+                )
         self.lookup = Lookup(table, self._slot_rows.shape[0], self.carry_widths()[0], self._slot_rows.device)
         self._verified: Any = None
         stock_verify = self.target_worker.forward_batch_generation
@@ -199,11 +207,22 @@ class CarryoverDFlashWorker(CarryMixin, DFlashWorkerV2):
         """W = Q = block size: the anchor and block - 1 drafts, all verified."""
         return int(self.block_size), int(self.block_size)
 
+    def _attach_lookup(self, table: list[float]) -> None:
+        """As the mixin; the rows of the target's head are what choices are judged by."""
+        super()._attach_lookup(table)
+        self._head: Any = unwrap_lora_layer(self.target_worker.model_runner.model.lm_head)
+        if not is_dense_head_weight(getattr(self._head, "weight", None)):
+            with refusal_ends_process():
+                raise UsageError(
+                    "the lookup of a DFlash drafter needs the rows of the target's head, and this one is quantised; "
+                    f"set {LOOKUP}=off."
+                )
+
     def _maybe_build_draft_sampler(self) -> Any:
         sampler = super()._maybe_build_draft_sampler()
         if self.lookup is None or sampler is None:
             return sampler
-        return LookupDraftSampler(sampler, self.lookup, self.target_worker.model_runner.model.lm_head)
+        return LookupDraftSampler(sampler, self.lookup, self._head)
 
     def _greedy_sample_from_vocab_parallel_head(
         self, *, hidden_states: torch.Tensor, lm_head: Any, **kwargs: Any
