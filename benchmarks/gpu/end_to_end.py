@@ -161,7 +161,7 @@ def draw(found: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
             low, high = axis.get_ylim()
             axis.set_ylim(low, high + 0.25 * (high - low))  # room for the legend
             if mine:
-                axis.legend(fontsize=8, ncols=3, loc="upper left")
+                axis.legend(fontsize=8, ncols=3 if max(map(len, methods)) <= 16 else 2, loc="upper left")
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
 
