@@ -23,6 +23,8 @@ from torch.nn.functional import pad
 
 LONGEST = 4
 """Matches of this many tokens and longer have one bonus."""
+WIDEST = 64
+"""Rows of a verify step, at most."""
 
 
 @dataclass
@@ -53,6 +55,16 @@ class VerifiedRound:
         first = self.committed[:, None]
         counts = (first > 0) & (row >= first) & ((matched > 0) | (row == first + draft))
         return torch.where(counts, table[matched.clamp(max=LONGEST)], torch.zeros((), device=table.device))
+
+
+def new_rounds(slots: int, width: int, device: torch.device | str) -> Tensor:
+    """No round in any of ``slots`` request slots: [slots, 2 W + 1] int32, a slot's inputs, choices, rows committed.
+
+    ValueError for verify steps wider than ``WIDEST``.
+    """
+    if not 1 <= width <= WIDEST:
+        raise ValueError(f"A verify step of {width} rows is not within 1 to {WIDEST}.")
+    return torch.zeros(slots, 2 * width + 1, dtype=torch.int32, device=device)
 
 
 def look_up(tokens: Tensor, logits: Tensor, anchor: Tensor, verified: VerifiedRound, table: Tensor) -> Tensor:

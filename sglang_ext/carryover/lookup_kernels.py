@@ -14,16 +14,6 @@ from torch import Tensor
 
 from sglang_ext.carryover.lookup import LONGEST
 
-WIDEST = 64
-"""Rows of a verify step, at most."""
-
-
-def new_rounds(slots: int, verify_width: int, device: torch.device | str) -> Tensor:
-    """No round in any of ``slots`` request slots; ValueError for verify steps wider than ``WIDEST``."""
-    if not 1 <= verify_width <= WIDEST:
-        raise ValueError(f"A verify step of {verify_width} rows is not within 1 to {WIDEST}.")
-    return torch.zeros(slots, 2 * verify_width + 1, dtype=torch.int32, device=device)
-
 
 def _width(rounds: Tensor) -> int:
     return (rounds.shape[1] - 1) // 2

@@ -14,14 +14,11 @@ from sglang.srt.distributed import tensor_model_parallel_all_reduce
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from sglang_ext.carryover.lookup import VerifiedRound, look_up, raise_choices
-
-WIDEST = 64
-"""Rows of a verify step, at most: what the kernels are made for."""
+from sglang_ext.carryover.lookup import VerifiedRound, look_up, new_rounds, raise_choices
 
 
 class Lookup:
-    """Every request slot's last verify step [slots, 2 W + 1]: its inputs, the choices behind them, rows committed.
+    """Every request slot's last verify step (``lookup.new_rounds``), and which slots the present batch has.
 
     Every update must be issued on the stream that runs the forwards, in their order. Row 0 belongs to padding.
     """
@@ -29,7 +26,7 @@ class Lookup:
     def __init__(self, table: list[float], slots: int, width: int, device: torch.device | str) -> None:
         self.table = torch.tensor(table, dtype=torch.float32, device=device)
         self.width = width
-        self.rounds = torch.zeros(slots, 2 * width + 1, dtype=torch.int32, device=device)
+        self.rounds = new_rounds(slots, width, device)
         self.slots = torch.zeros(slots, dtype=torch.int64, device=device)  # of the batch that drafts
 
     def bytes_per_slot(self) -> int:

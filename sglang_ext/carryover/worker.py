@@ -21,7 +21,8 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
 from sglang_ext.carryover.draft_model import shift, write_all_rows
-from sglang_ext.carryover.lookup_serving import WIDEST, Lookup, LookupDraftSampler, MarkovLookup, choose
+from sglang_ext.carryover.lookup import WIDEST
+from sglang_ext.carryover.lookup_serving import Lookup, LookupDraftSampler, MarkovLookup, choose
 from sglang_ext.carryover.rows import CarryState
 from sglang_ext.compat import check_draft_runner, rebind_block
 from sglang_ext.errors import UsageError, refusal_ends_process

@@ -23,7 +23,7 @@ for width, drafts, lens in ((1, 3, torch.int64), (5, 4, torch.int32), (8, 8, tor
     inputs, choices = (torch.randint(2 + (width > 8), (requests, width)).to(lens) for _ in range(2))
     committed = torch.randint(1, width + 1, (requests,)).to(lens)
     committed[0], committed[1], committed[2] = 0, width, 1
-    rounds = kernels.new_rounds(12, width, "cpu")
+    rounds = lookup.new_rounds(12, width, "cpu")
     rounds += 77  # what another request left
     kernels.remember(rounds, slots, inputs, choices.flatten(), committed)
     assert rounds.dtype == torch.int32 and rounds.shape == (12, 2 * width + 1)
@@ -61,7 +61,7 @@ for width, drafts, lens in ((1, 3, torch.int64), (5, 4, torch.int32), (8, 8, tor
             followed += int((lengths > lookup.LONGEST).sum())
             twice += int(((bonus > 0).sum(1) > 5).sum())
 assert raised and followed and twice, "nothing was raised, no match was long, no token was chosen twice"
-for call in (lambda: kernels.new_rounds(3, 65, "cpu"), lambda: kernels.remember(rounds, slots, inputs, choices[1:],
+for call in (lambda: lookup.new_rounds(3, 65, "cpu"), lambda: kernels.remember(rounds, slots, inputs, choices[1:],
              committed), lambda: kernels.look_up(tokens, logits[:, :, 1:], anchor, rounds, slots, TABLE),
              lambda: kernels.follow_and_raise(bias, matched[:, 1:], token, 0, rounds, slots, TABLE)):
     try:
