@@ -83,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_default_device(DEVICE)
     table = torch.tensor([0.31, 0.77, 1.9, 2.6, 4.4])
-    slots, rounds = torch.randperm(SLOTS)[:REQUESTS], lookup_kernels.new_rounds(SLOTS, WIDTH, DEVICE)
+    slots, rounds = torch.randperm(SLOTS)[:REQUESTS], lookup.new_rounds(SLOTS, WIDTH, DEVICE)
     document: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "environment": record.environment(),
