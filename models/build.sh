@@ -3,7 +3,8 @@
 #
 #   models/build.sh [STAGE ...]      stages, in this order: text targets answers drafters (all without an argument)
 #                                    carryover teaches the drafters to read rejected rows; hybrid makes a drafter for
-#                                    the hybrid target, ready teaches it to read recurrent states
+#                                    the hybrid target, ready teaches it to read recurrent states; lookup fits tables
+#                                    for drafters of both
 #
 # Wants one GPU: on an H200 the targets took 6 minutes, the answers 40 seconds, the drafters 5 and carryover 8 minutes;
 # hybrid took 6, and the eight runs of ready 35 minutes, up to four side by side (one after the other they need less
@@ -120,8 +121,20 @@ ready() { # reader and LoRA together, then further, each time with a fresh LoRA,
   adapt control-2 control-1 "$READY_SECOND_STEPS" 1e-3 --reader off
   adapt ready-dspark-hybrid ready-dspark-hybrid-2 "$READY_THIRD_STEPS" 2e-3
   adapt control-dspark-hybrid control-2 "$READY_THIRD_STEPS" 2e-3 --reader off
-  adapt ready-carryover-dspark-hybrid ready-dspark-hybrid-1 "$READY_SECOND_STEPS" 1e-3 "${carry[@]}"
+  adapt ready-carried-dspark-hybrid ready-dspark-hybrid-1 "$READY_SECOND_STEPS" 1e-3 "${carry[@]}"
   adapt carryover-dspark-hybrid control-1 "$READY_SECOND_STEPS" 1e-3 --reader off "${carry[@]}"
+}
+
+table() { # NAME FROM TARGET ANSWERS: a drafter with a lookup table, without the answers to the prompts that are evaluated
+  [ -f "$BUILD/models/$1/lookup.json" ] ||
+    train lookup --drafter "$BUILD/models/$2" --target "$BUILD/models/$3" --data "$BUILD/$4" \
+      --leave-out models/prompts.jsonl --out "$BUILD/models/$1"
+}
+
+lookup() { # on a CPU too: 2, 2 and 10 minutes
+  table carryover-dflash-dense carryover-on-dflash-dense dense-target answers
+  table carryover-dspark-dense carryover-on-dspark-dense dense-target answers
+  table ready-carryover-dspark-hybrid ready-dspark-hybrid hybrid-target answers-hybrid
 }
 
 for stage in "${@:-text targets answers drafters}"; do

@@ -159,13 +159,14 @@ class CarryMixin:
             self.carry.tenant[slots_cpu] = self._generation[slots_cpu]
 
     def _draft_forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The draft runner's forward; the block of an armed decode round is shifted first."""
+        """The draft runner's forward; the block of an armed decode round is shifted first, if rows may be carried."""
         batch, self._round = self._round, None
         if batch is not None and forward_batch.batch_size > 0 and forward_batch.forward_mode.is_target_verify():
             if self.lookup is not None:
                 self.lookup.begin(forward_batch.req_pool_indices)
                 self._anchor = forward_batch.input_ids.view(forward_batch.batch_size, -1)[:, 0]
-            self._shift(forward_batch, batch)
+            if self.carried_rows != 0:
+                self._shift(forward_batch, batch)
         return self._stock_draft_forward(forward_batch, *args, **kwargs)
 
     def _shift(self, forward_batch: Any, batch: Any) -> None:
@@ -252,7 +253,7 @@ class CarryoverDFlashWorker(CarryMixin, DFlashWorkerV2):
         commit_lens: torch.Tensor | None = None,
         extend_lens: Any = None,
     ) -> None:
-        if cache_loc_2d is not None and commit_lens is not None:
+        if cache_loc_2d is not None and commit_lens is not None and self.carried_rows != 0:
             with torch.inference_mode():
                 target_hidden, commit_lens = write_all_rows(
                     target_hidden, commit_lens, cache_loc_2d.shape[1], self.draft_model.carryover_embedding

@@ -96,7 +96,7 @@ def choose(draft: str, compare: Sequence[str], carried_rows: int | None, target:
     twice = next((method[0] for method in seen if seen.count(method) > 1), None)
     if twice is not None:
         raise UsageError(f"{twice} would be measured twice in the same way; name each drafter once.")
-    labels = _labels([method[0] for method in seen])
+    labels = _labels([method.contract.path for method in chosen])
     return [replace(m, name=label + _suffix(m)) for label, m in zip(labels, chosen, strict=True)]
 
 
