@@ -189,6 +189,19 @@ def test_a_lookup_without_carried_rows_is_stock_when_off(
     assert_same_output(outputs(on), plain["dense"][:2])
 
 
+def test_two_ranks_look_up_as_one_does(models: dict[str, Path], tmp_path: Path) -> None:
+    """Each rank has a part of the vocabulary's head, and all the rounds. SGLang has no DFLASH on two ranks of a CPU."""
+    name, few = "carryover-dspark-dense", [{**FRESH, "sampling": {**GREEDY, "max_new_tokens": 16}}]
+    ours = {**models, name: with_settings(models[name], tmp_path / name, {"lookup": [1e4] * 5})}  # always followed
+    arguments = engine(ours, "dense", "carryover-dspark")
+    one = run_job("generate", engine=arguments, steps=few)
+    bound = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    two = run_job("generate", engine={**arguments, "tp_size": 2}, steps=few, env=bound, fresh=False)
+    off = run_job("generate", engine=arguments, steps=few, env={LOOKUP_SWITCH: "off"})
+    assert outputs(two) == outputs(one)
+    assert drafting(two) == drafting(one) != drafting(off)
+
+
 def test_the_oracle_sees_a_stale_lookup(models: dict[str, Path], plain: dict[str, Any], tmp_path: Path) -> None:
     """Negative control: rounds of a slot's former tenant are looked up, and the output stays right."""
     name, log = "carryover-dspark-dense", tmp_path / "oracle.jsonl"
