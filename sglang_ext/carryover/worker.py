@@ -94,14 +94,16 @@ class CarryMixin:
 
     def _announce(self) -> None:
         verify_width, query_width = self.carry_widths()
+        rows = verify_width - 1 if self.carried_rows is None else min(self.carried_rows, verify_width - 1)
         trained = bool(self.draft_model.carryover_embedding.detach().any())
+        embedding = "trained" if trained else "zero (untrained: expect less acceptance, not more)"
         logger.info(
-            "Carryover is on: up to %s of %s verified rows are carried, draft block of %s rows, embedding %s; beside "
-            "SGLang's memory %s bytes a request slot on the device and %s on the host.",
-            verify_width - 1 if self.carried_rows is None else min(self.carried_rows, verify_width - 1),
-            verify_width,
+            "Carryover is on: %s, draft block of %s rows; beside SGLang's memory %s bytes a request slot on the device "
+            "and %s on the host.",
+            f"up to {rows} of {verify_width} verified rows are context, embedding {embedding}"
+            if rows
+            else "no rejected row is context",
             query_width,
-            "trained" if trained else "zero (untrained: expect less acceptance, not more)",
             *self.carry.bytes_per_slot(),
         )
         if self.lookup is not None:

@@ -13,7 +13,6 @@ most rejected rows that the context carries (0: a drafter that never learned to 
 from __future__ import annotations
 
 import collections
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -25,6 +24,7 @@ from sglang_ext.ready.config import READER, ReadyConfig, RecurrentShape
 EMBEDDING = "carryover_embedding"
 CARRYOVER_CONFIG: dict[str, Any] = {"embedding": "learned", "rounds": 1}
 CARRYOVER_OPTIONS = ("lookup", "carried_rows")  # of carryover_config: left out where there is nothing to say
+_HIGHEST = 1e30  # of a bonus; more is no number that a logit could have
 LOOKUP_BONUSES = 5  # carryover.lookup.LONGEST + 1, which cannot be imported without torch
 CARRYOVER_ARCHITECTURE = {"dflash": "CarryoverDFlashDraftModel", "dspark": "CarryoverDSparkModel"}
 READY_ARCHITECTURE = {"ready": "ReadyDSparkModel", "ready_carryover": "ReadyCarryoverDSparkModel"}
@@ -196,7 +196,7 @@ def is_lookup(value: Any) -> TypeGuard[list[float]]:
     """Whether a value of JSON is a lookup table: ``LOOKUP_BONUSES`` finite numbers, none below zero."""
     if not isinstance(value, list) or len(value) != LOOKUP_BONUSES:
         return False
-    return all(type(bonus) in (int, float) and math.isfinite(bonus) and bonus >= 0 for bonus in value)
+    return all(type(bonus) in (int, float) and 0 <= bonus <= _HIGHEST for bonus in value)
 
 
 def is_drafter(config: dict[str, Any]) -> bool:

@@ -25,7 +25,7 @@ from sglang_ext.checkpoints import (
     read_tensors,
 )
 from sglang_ext.errors import UsageError
-from sglang_ext.settings import carried_rows_limit, serve_flags, wrong_states
+from sglang_ext.settings import carried_rows_limit, lookup_is_off, serve_flags, wrong_states
 
 METHODS = ("auto", "none", "carryover", "ready", "ready_carryover")
 TAKES_REST = True  # what this parser does not know is SGLang's, in its order, in args.rest
@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, then become the server; returns only under ``--check`` or where that is impossible."""
     preflight.check_plugin()
-    carried_rows_limit()  # the engine reads both again, minutes later
+    carried_rows_limit()  # the engine reads all three again, minutes later
+    lookup_is_off()
     wrong_states()
     model, flags = split_model(args.rest)
     flags += server.missing(flags, serve_flags())

@@ -30,6 +30,17 @@ class Method:
     states: str | None = None
     looks_up: bool = True
 
+    @property
+    def context_rows(self) -> int | None:
+        """Most rejected rows that its drafts read as context; None is all."""
+        limits = [n for n in (self.contract.carried_rows_limit, self.carried_rows) if n is not None]
+        return min(limits) if limits else None
+
+    @property
+    def lookup(self) -> tuple[float, ...] | None:
+        """The lookup table in use; carrying switched off is the lookup switched off."""
+        return self.contract.lookup if self.looks_up and self.carried_rows != 0 else None
+
     def words(self, target: str, flags: Sequence[str]) -> list[str]:
         """Arguments of ``sglang-ext serve``."""
         return [target, "--draft", str(self.contract.path), *flags]
@@ -41,9 +52,9 @@ class Method:
             "drafter": str(self.contract.path),
             "algorithm": self.contract.algorithm,
             "drafts": self.contract.drafts,
-            "carried_rows": self.carried_rows,
+            "carried_rows": self.context_rows,
             "states": (self.states or "committed") if self.contract.reads else None,
-            "lookup": self.contract.lookup if self.looks_up else None,
+            "lookup": self.lookup,
             "embedding": _state(self.contract.embedding_is_zero()),
             "reader": _state(self.contract.reader_is_zero()),
         }
@@ -92,7 +103,7 @@ def choose(draft: str, compare: Sequence[str], carried_rows: int | None, target:
             chosen.append(Method("", contract, carried_rows, other))
         else:
             chosen.append(Method("", _checked(other, target)))
-    seen = [(m.contract.path.resolve(), m.carried_rows, m.states, m.looks_up) for m in chosen]
+    seen = [(m.contract.path.resolve(), m.carried_rows, m.states, m.lookup) for m in chosen]
     twice = next((method[0] for method in seen if seen.count(method) > 1), None)
     if twice is not None:
         raise UsageError(f"{twice} would be measured twice in the same way; name each drafter once.")

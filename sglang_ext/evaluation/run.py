@@ -78,7 +78,7 @@ def evaluate(plan: Plan, bar: Progress) -> dict[str, Any]:
     references = {"gain_over_baseline": plan.baseline, "gain_over_control": plan.control}
     named = {role: method.name for role, method in references.items() if method is not None}
     carry = None
-    if first.contract.method == "carryover" and plan.recorded_prompts:
+    if first.contract.method == "carryover" and first.context_rows != 0 and plan.recorded_prompts:
         carry = _carry(plan, bar)
         carry["correlation"] = _correlation(carry["by_category"], records, comparisons, plan.baseline)
     return {
@@ -152,7 +152,7 @@ def _carry(plan: Plan, bar: Progress) -> dict[str, Any]:
         bar.remove_task(starting)
         answers = _ask(plan, port, prompts, 0.0, f"{method.name}, recorded", bar)
     tokens = {a.request: (a.prompt.category, (*a.input_ids, *a.token_ids)) for a in answers}
-    requests = rounds.read(folder, tokens, method.contract.feature_width, method.carried_rows)
+    requests = rounds.read(folder, tokens, method.contract.feature_width, method.context_rows)
     by_category = {
         category: rounds.carry_figures([request for request in requests if request.category == category])
         for category in groups

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sglang_ext.training.lookup_rounds import Observer
 
 RECORD = "lookup.json"
+TRAINED = "trained.json"  # the provenance of the drafter before it had a table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +117,8 @@ def fit_lookup(args: argparse.Namespace, contract: DraftContract) -> dict[str, A
         fitting |= {"left_out": str(args.leave_out), "documents_left_out": len(documents) - len(others)}
     found = {"table": table, "cross_fitted_tables": tables, "settings": fitting, **figures}
     made = with_lookup(contract, args.out, table)
+    if (made.path / "provenance.json").exists() and not (made.path / TRAINED).exists():
+        (made.path / "provenance.json").rename(made.path / TRAINED)
     about = {"command": provenance.command(), "environment": record.environment()}
     record.write(made.path / RECORD, {**about, **found})
     provenance.write_provenance(

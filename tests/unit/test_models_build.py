@@ -57,7 +57,9 @@ def test_a_model_is_made_by_its_recorded_command(made: dict[str, dict[str, Any]]
     assert made[name] == settings(record["command"].removeprefix("sglang-ext train "))
     if "lookup" in record:  # then what the table was fitted for was trained before
         before = {"ready-carryover-dspark-hybrid": "ready-dspark-hybrid"}.get(name, name.replace("-", "-on-", 1))
-        assert made[before] == settings(record["drafter"].removeprefix("sglang-ext train "))
+        trained = json.loads((MODELS / name / "trained.json").read_text())
+        assert record["drafter"] == trained["command"]
+        assert made[before] == settings(trained["command"].removeprefix("sglang-ext train "))
 
 
 @pytest.mark.parametrize(("name", "drafter"), [("answers", "dspark-dense"), ("answers-hybrid", "dspark-hybrid")])
