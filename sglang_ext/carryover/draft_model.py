@@ -48,6 +48,7 @@ class _CarryoverEmbedding:
         settings = getattr(config, "carryover_config", None) or {}
         self.lookup_table: list[float] | None = settings.get("lookup")
         self._carried_rows: int | None = settings.get("carried_rows")
+        self.writes_all_rows = True  # the worker's choice; not where none is read
 
     def carried_rows_limit(self, switch: int | None) -> int | None:
         """At most this many rejected rows are read: what the drafter was made for and ``switch`` allow; None is all."""
@@ -96,7 +97,7 @@ class CarryoverDSparkModel(_CarryoverEmbedding, DSparkDraftModel):
         target_hidden_is_projected: bool = False,
     ) -> None:
         """Write a prefill's rows as the base does; of a verify step write all rows, the rejected ones marked."""
-        if cache_loc_2d is not None and commit_lens is not None:
+        if cache_loc_2d is not None and commit_lens is not None and self.writes_all_rows:
             target_hidden, commit_lens = write_all_rows(
                 target_hidden, commit_lens, cache_loc_2d.shape[1], self.carryover_embedding
             )

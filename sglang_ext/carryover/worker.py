@@ -66,6 +66,7 @@ class CarryMixin:
         self.carry_columns = min(self._slot_rows.shape[1], int(self.draft_model_runner.model_config.context_len))
         switch, table = carried_rows_limit(), self.draft_model.lookup_table
         self.carried_rows = self.draft_model.carried_rows_limit(switch)
+        self.draft_model.writes_all_rows = self.carried_rows != 0
         if table is not None and switch != 0 and not lookup_is_off():
             self._attach_lookup(table)
         if get_parallel().tp_rank == 0:  # every rank has the same state and all features
@@ -255,7 +256,7 @@ class CarryoverDFlashWorker(CarryMixin, DFlashWorkerV2):
         commit_lens: torch.Tensor | None = None,
         extend_lens: Any = None,
     ) -> None:
-        if cache_loc_2d is not None and commit_lens is not None and self.carried_rows != 0:
+        if cache_loc_2d is not None and commit_lens is not None and self.draft_model.writes_all_rows:
             with torch.inference_mode():
                 target_hidden, commit_lens = write_all_rows(
                     target_hidden, commit_lens, cache_loc_2d.shape[1], self.draft_model.carryover_embedding

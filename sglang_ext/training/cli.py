@@ -18,8 +18,8 @@ STAGES = {
     "regenerate": ("sglang_ext.training.regenerate", "let a target answer the prompts of the corpus"),
     "drafter": ("sglang_ext.training.drafters", "train a DFlash or DSpark drafter for a target"),
     "carryover": ("sglang_ext.training.carryover", "teach a trained drafter to read the rejected rows"),
-    "lookup": ("sglang_ext.training.lookup", "fit the bonuses of the target's choices in the rejected rows"),
     "ready": ("sglang_ext.training.ready", "teach a trained DSpark drafter to read recurrent states"),
+    "lookup": ("sglang_ext.training.lookup", "fit the bonuses of the target's choices in the rejected rows"),
 }
 
 

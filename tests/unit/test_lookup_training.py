@@ -242,6 +242,7 @@ def test_the_stage_exports_a_stock_and_a_carryover_drafter(tmp_path: Path, capsy
     export_drafter(build_drafter(shape("dflash"), target), shape("dflash"), target, stock, torch.float32)
     carrying = random_drafter(target, shape("dspark"), CarryingDSpark)
     export_drafter(carrying, shape("dspark"), target, both, torch.bfloat16)
+    (both / "provenance.json").write_text('{"command": "how it was trained"}')
     for base, method in ((stock, "CARRYOVER_DFLASH"), (both, "CARRYOVER_DSPARK")):
         out = tmp_path / "out" / base.name
         assert launch(base, target, data, out) == 0
@@ -254,6 +255,8 @@ def test_the_stage_exports_a_stock_and_a_carryover_drafter(tmp_path: Path, capsy
         assert found["command"].startswith("sglang-ext ") and "torch" in found["environment"]
         record = json.loads((out / "provenance.json").read_text())
         assert record["lookup"] == found["table"] and (out / "PROVENANCE.md").is_file()
+        assert (out / "trained.json").exists() == (base == both)
+    assert json.loads((tmp_path / "out/both/trained.json").read_text()) == {"command": record["drafter"]}
     weights_before, weights_after = (load_file(path / "model.safetensors") for path in (stock, tmp_path / "out/stock"))
     assert not weights_after.pop("carryover_embedding").any()
     assert weights_before.keys() == weights_after.keys()
