@@ -159,7 +159,7 @@ MATRIX: dict[str, tuple[str, str, dict[str, Any]]] = {
 EXPECTED = {
     "overlap": {"prefill", "radix", "none accepted", "some accepted", "all accepted"},
     "no-overlap": {"prefill", "radix", "none accepted", "some accepted", "all accepted"},
-    "mixed-chunk": {"prefill", "chunk", "mixed", "none accepted", "some accepted"},
+    "mixed-chunk": {"chunk", "mixed", "none accepted", "some accepted"},  # on a busy machine no prefill stays unmixed
     "two-slots": {"prefill", "radix", "none accepted", "some accepted", "all accepted"},
     "retraction": {"prefill", "some accepted", "retracted"},
     "carryover": {"prefill", "radix", "none accepted", "some accepted"},

@@ -252,7 +252,7 @@ def test_the_stage_exports_a_stock_and_a_carryover_drafter(tmp_path: Path, capsy
         check(contract, read_target(target))
         assert contract.algorithm == method and contract.lookup == tuple(found["table"])
         assert found["rounds"]["with"] >= 1 and found["second_drafts"] > 20 and found["documents"] == 8
-        assert found["command"].startswith("sglang-ext ") and "torch" in found["environment"]
+        assert found["command"].startswith("sglang-ext") and "torch" in found["environment"]
         record = json.loads((out / "provenance.json").read_text())
         assert record["lookup"] == found["table"] and (out / "PROVENANCE.md").is_file()
         assert (out / "trained.json").exists() == (base == both)
