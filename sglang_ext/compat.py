@@ -35,7 +35,7 @@ TOUCH_POINTS: dict[str, tuple[str, ...]] = {
     ),
     f"{_DFLASH}._maybe_build_draft_sampler": (),
     f"{_DFLASH}._greedy_sample_from_vocab_parallel_head": ("hidden_states", "lm_head"),
-    f"{_DFLASH}._can_skip_verify_logits": ("batch", "sampling_info"),
+    f"{_DFLASH}._accept_block": ("candidates", "next_token_logits", "sampling_info", "target_predict"),
     "sglang.srt.speculative.dflash_worker_v2:_DflashDraftSampler.__call__": ("hidden_states", "input_ids"),
     "sglang.srt.speculative.dflash_utils:is_dense_head_weight": ("weight",),
     "sglang.srt.lora.layers:unwrap_lora_layer": (),

@@ -42,12 +42,12 @@ class Lookup:
         rounds = self.rounds[self.slots[:batch_size]].long()
         return VerifiedRound(rounds[:, : self.width], rounds[:, self.width : -1], rounds[:, -1])
 
-    def remember(self, slots: Tensor, inputs: Tensor, logits: Tensor, commit_lens: Tensor) -> None:
-        """Keep a verify step of the slots [bs]: inputs [bs * W], the target's logits behind them [bs * W, V]."""
-        if logits.is_cuda:
-            return kernels().remember(self.rounds, slots, inputs, logits.argmax(-1), commit_lens)
+    def remember(self, slots: Tensor, inputs: Tensor, choices: Tensor, commit_lens: Tensor) -> None:
+        """Keep a verify step of the slots [bs]: its inputs and the target's choices behind them [bs, W] or [bs * W]."""
+        if choices.is_cuda:
+            return kernels().remember(self.rounds, slots, inputs, choices, commit_lens)
         shape = (slots.shape[0], self.width)
-        parts = [inputs.view(shape), logits.argmax(-1).view(shape), commit_lens[:, None]]
+        parts = [inputs.view(shape), choices.view(shape), commit_lens[:, None]]
         self.rounds.index_copy_(0, slots.long(), torch.cat([part.to(torch.int32) for part in parts], 1))
         return None
 

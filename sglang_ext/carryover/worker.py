@@ -44,6 +44,8 @@ class CarryMixin:
         with refusal_ends_process():
             check_draft_runner(self)
         self.lookup: Lookup | None = None
+        # Of the round's verify step: inputs, and how to get the target's choices once its logits are final.
+        self._verified: tuple[torch.Tensor, Callable[[], torch.Tensor]] | None = None
         self._anchor: torch.Tensor | None = None
         self._round: Any = None
         # Both workers call the block's forward through this attribute, once a round
@@ -82,16 +84,6 @@ class CarryMixin:
                     f"{self.carry_widths()[0]}; set {LOOKUP}=off."
                 )
         self.lookup = Lookup(table, self._slot_rows.shape[0], self.carry_widths()[0], self._slot_rows.device)
-        self._verified: Any = None
-        stock_verify = self.target_worker.forward_batch_generation
-
-        def verify(*args: Any, **kwargs: Any) -> Any:
-            output = stock_verify(*args, **kwargs)
-            if kwargs.get("is_verify"):
-                self._verified = kwargs["forward_batch"].input_ids, output.logits_output
-            return output
-
-        self.target_worker.forward_batch_generation = verify
 
     def _announce(self) -> None:
         verify_width, query_width = self.carry_widths()
@@ -148,8 +140,8 @@ class CarryMixin:
         finally:
             self._round = None
         if self.lookup is not None and self._verified is not None:
-            (inputs, logits), self._verified = self._verified, None
-            self.lookup.remember(slots, inputs, logits.next_token_logits, result.accept_lens)
+            (inputs, choices), self._verified = self._verified, None
+            self.lookup.remember(slots, inputs, choices(), result.accept_lens)
         return result
 
     def _forget(self, batch: Any) -> None:
@@ -243,8 +235,28 @@ class CarryoverDFlashWorker(CarryMixin, DFlashWorkerV2):
         own = tokens.view(anchor.shape[0], -1)
         return choose(self.lookup, lm_head, blocks, own, anchor).flatten()
 
-    def _can_skip_verify_logits(self, batch: Any, sampling_info: Any) -> bool:
-        return self.lookup is None and bool(super()._can_skip_verify_logits(batch, sampling_info))
+    def _accept_block(
+        self,
+        *,
+        candidates: torch.Tensor,
+        next_token_logits: Any,
+        sampling_info: Any,
+        target_predict: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The target's choices are its predictions, which a greedy batch is accepted by."""
+        if self.lookup is not None:
+            choices = torch.argmax(next_token_logits, -1) if target_predict is None else target_predict
+            if sampling_info is None or sampling_info.is_all_greedy:
+                target_predict = choices
+            self._verified = candidates, lambda: choices
+        return super()._accept_block(
+            candidates=candidates,
+            next_token_logits=next_token_logits,
+            sampling_info=sampling_info,
+            target_predict=target_predict,
+            **kwargs,
+        )
 
     def _append_target_hidden_to_draft_kv_by_loc(
         self,
@@ -279,7 +291,17 @@ class CarryoverDSparkWorker(CarryMixin, DSparkWorkerV2):
         return int(self.verify_num_draft_tokens), int(self.query_token_num)
 
     def _attach_lookup(self, table: list[float]) -> None:
-        """As the mixin; the Markov head looks up."""
+        """As the mixin; the Markov head looks up, and a verify step's logits are read at the round's end."""
         super()._attach_lookup(table)
         assert self.lookup is not None
         MarkovLookup(self.draft_model.markov_head, self.lookup)
+        stock_verify = self.target_worker.forward_batch_generation
+
+        def verify(*args: Any, **kwargs: Any) -> Any:
+            output = stock_verify(*args, **kwargs)
+            if kwargs.get("is_verify"):
+                logits = output.logits_output
+                self._verified = kwargs["forward_batch"].input_ids, lambda: logits.next_token_logits.argmax(-1)
+            return output
+
+        self.target_worker.forward_batch_generation = verify
