@@ -59,8 +59,10 @@ def _build(scheduler: Any, name: str, drafter: str) -> Any:
     from sglang.srt.runtime_context import get_device, get_spec
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+    from sglang_ext.bench.shapes import algorithm_of
+
     with get_spec().override(speculative_draft_model_path=drafter):
-        made = SpeculativeAlgorithm.from_string(name).create_worker(scheduler.server_args)
+        made = SpeculativeAlgorithm.from_string(algorithm_of(name)).create_worker(scheduler.server_args)
         worker = made(
             server_args=scheduler.server_args,
             gpu_id=get_device().gpu_id,
@@ -87,6 +89,8 @@ def _memory(scheduler: Any, workers: dict[str, Any]) -> dict[str, Any]:
         if (carry := getattr(worker, "carry", None)) is not None:
             device, host = carry.bytes_per_slot()
             row |= {"carryover_device_bytes_per_slot": device, "carryover_host_bytes_per_slot": host}
+        if (lookup := getattr(worker, "lookup", None)) is not None:
+            row["lookup_device_bytes_per_slot"] = lookup.bytes_per_slot()
         reader = getattr(getattr(worker, "draft_model", None), "state_reader", None)
         if reader is not None:
             row["ready_bytes_per_request"] = reader.bytes_per_request(int(worker.query_token_num))

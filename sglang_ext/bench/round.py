@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import statistics
@@ -22,12 +23,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.bench.shapes import SHAPES
+from sglang_ext.bench.shapes import LOOKUPS, SHAPES
 from sglang_ext.errors import UsageError
 from sglang_ext.settings import BENCH_PLAN
 
 DSPARK = ("DSPARK", "CARRYOVER_DSPARK", "READY", "READY_CARRYOVER")
 DFLASH = ("DFLASH", "CARRYOVER_DFLASH")
+KINDS = tuple(
+    (*names, *(name + ending for name in names if "CARRYOVER" in name for ending in LOOKUPS))
+    for names in (DSPARK, DFLASH)
+)
+"""What can share an engine beside its stock method: a Carryover drafter's lookup is a method of its own here."""
 PARTS = ("draft", "verify", "inject", "glue", "round")
 SETTLING = 3
 """Rounds behind each change of method that are not counted: the clocks' queue is filled by the method before."""
@@ -40,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         nargs="+",
         metavar="M",
-        help="the stock one first, all of its kind; AR alone (default: DSPARK and all of ours on it)",
+        help=f"the stock one first, all of its kind; {' or '.join(LOOKUPS)} behind a Carryover method: its drafter has "
+        "a lookup table, and carries rows as well or none; AR alone (default: DSPARK and all of ours on it)",
     )
     parser.add_argument(
         "--cells", nargs="+", default=["1x1024", "32x1024"], metavar="BxC", help="batch x context, measured in order"
@@ -75,11 +82,11 @@ def methods_of(args: argparse.Namespace) -> tuple[str, ...]:
     given = tuple(name.upper() for name in args.methods or [])
     shape = SHAPES[args.shape]
     methods = given or (DSPARK if shape.ready else DSPARK[:2])
-    kind = next((kind for kind in (DSPARK, DFLASH, ("AR",)) if set(methods) <= set(kind)), None)
+    kind = next((kind for kind in (*KINDS, ("AR",)) if set(methods) <= set(kind)), None)
     if kind is None:
         raise UsageError(
             f"--methods {' '.join(methods)} cannot share an engine; name some of {', '.join(DSPARK)}, or of "
-            f"{', '.join(DFLASH)}, or AR alone."
+            f"{', '.join(DFLASH)}, the Carryover ones also with {' or '.join(LOOKUPS)} behind, or AR alone."
         )
     if methods[0] != kind[0]:
         raise UsageError(f"--methods must begin with the stock method {kind[0]}, which the others are held against.")
@@ -300,7 +307,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 def line_of(row: dict[str, Any]) -> str:
     """A row as text."""
     text = (
-        "{method:17} batch {batch:3} context {context:6}: round {round_us:9.1f} us ({round_low_us:.1f}-"
+        "{method:28} batch {batch:3} context {context:6}: round {round_us:9.1f} us ({round_low_us:.1f}-"
         "{round_high_us:.1f}) = draft {draft_us:.1f} + verify {verify_us:.1f} + inject {inject_us:.1f} + glue "
         "{glue_us:.1f}; {rounds} rounds"
     ).format(**row)
@@ -331,7 +338,7 @@ def _draw(document: dict[str, Any], path: Path) -> None:
     panels = figure.subplots(1 + bool(compared), len(cells), squeeze=False)
     for column, (batch, context) in enumerate(cells):
         chosen = [row for row in rows if (row["batch"], row["context"]) == (batch, context)]
-        names = [row["method"].replace("_", "\n") for row in chosen]
+        names = [re.sub("[_+]", "\n", row["method"]) for row in chosen]
         bottom = [0.0] * len(chosen)
         for part in PARTS[:-1]:
             values = [row[f"{part}_us"] / 1000 for row in chosen]

@@ -16,6 +16,17 @@ ARCHITECTURES = {
     "READY_CARRYOVER": "ReadyCarryoverDSparkModel",
 }
 
+LOOKUPS: dict[str, dict[str, Any]] = {
+    "+LOOKUP": {"lookup": [1.0, 2.0, 3.0, 4.0, 5.0]},
+    "+LOOKUP_ALONE": {"lookup": [1.0, 2.0, 3.0, 4.0, 5.0], "carried_rows": 0},
+}
+"""What these endings of a Carryover method's name put into its drafter's ``carryover_config``."""
+
+
+def algorithm_of(method: str) -> str:
+    """The speculative algorithm of a method, which is its name without one of ``LOOKUPS``."""
+    return method.partition("+")[0]
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -35,10 +46,11 @@ class Shape:
         layers = self.target["num_hidden_layers"]
         paths = {"target": _write(folder / "target", self.common | self.target)}
         for method in methods:
-            kind = "dflash" if method.endswith("DFLASH") else "dspark"
+            algorithm = algorithm_of(method)
+            kind = "dflash" if algorithm.endswith("DFLASH") else "dspark"
             config = self.common | self.drafter
             config |= {
-                "architectures": [ARCHITECTURES[method]],
+                "architectures": [ARCHITECTURES[algorithm]],
                 "model_type": "qwen3",
                 "block_size": self.block[kind],
                 "num_target_layers": layers,
@@ -47,9 +59,10 @@ class Shape:
             if kind == "dspark":
                 config |= {"markov_rank": self.markov_rank, "markov_head_type": "vanilla"}
                 config |= {"enable_confidence_head": False}
-            if "CARRYOVER" in method:
-                config["carryover_config"] = {"embedding": "learned", "rounds": 1}
-            if method.startswith("READY"):
+            if "CARRYOVER" in algorithm:
+                lookup = LOOKUPS.get(method.removeprefix(algorithm), {})
+                config["carryover_config"] = {"embedding": "learned", "rounds": 1, **lookup}
+            if algorithm.startswith("READY"):
                 config["ready_config"] = self.ready
             paths[method] = _write(folder / method.lower(), config)
         return paths

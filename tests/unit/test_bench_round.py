@@ -10,8 +10,10 @@ import pytest
 
 from sglang_ext.bench.cli import add_arguments
 from sglang_ext.bench.probe import whose_turn
-from sglang_ext.bench.round import _draw, summarize
+from sglang_ext.bench.round import _draw, methods_of, summarize
+from sglang_ext.bench.shapes import SHAPES
 from sglang_ext.command_line import Parser
+from sglang_ext.errors import UsageError
 
 RECORDS = Path(__file__).parents[2] / "benchmarks/gpu"
 
@@ -60,3 +62,30 @@ def test_results_go_below_build_unless_told_otherwise(words):
     parser = Parser()
     add_arguments(parser)
     assert parser.parse_args(words.split()).out == Path("build/bench") / f"{words.split()[0]}.json"
+
+
+def test_a_lookup_is_a_method_of_its_own(tmp_path):
+    parser = Parser()
+    add_arguments(parser)
+    words = ["DFLASH", "CARRYOVER_DFLASH", "CARRYOVER_DFLASH+LOOKUP", "CARRYOVER_DFLASH+LOOKUP_ALONE"]
+    args = parser.parse_args(["round", "--shape", "tiny", "--methods", *words])
+    methods = methods_of(args)
+    paths = SHAPES["tiny"].write(tmp_path, methods)
+    configs = [json.loads((paths[name] / "config.json").read_text()) for name in methods]
+    ours = ["CarryoverDFlashDraftModel"]
+    assert [config["architectures"] for config in configs] == [["DFlashDraftModel"], ours, ours, ours]
+    settings = [config.get("carryover_config", {}) for config in configs]
+    assert [("lookup" in each, each.get("carried_rows")) for each in settings] == [
+        (False, None),
+        (False, None),
+        (True, None),
+        (True, 0),
+    ]
+
+
+@pytest.mark.parametrize("words", ["DSPARK READY+LOOKUP", "DSPARK CARRYOVER_DFLASH+LOOKUP", "DSPARK+LOOKUP"])
+def test_a_lookup_needs_carryover_and_one_kind(words):
+    parser = Parser()
+    add_arguments(parser)
+    with pytest.raises(UsageError, match="cannot share an engine"):
+        methods_of(parser.parse_args(["round", "--shape", "tiny", "--methods", *words.split()]))
