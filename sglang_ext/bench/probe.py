@@ -1,9 +1,10 @@
 """Inside a scheduler: several methods on one target, taken in turns, and a clock around the parts of their rounds.
 
 An engine is started with a stock algorithm. Behind its start, a worker of each further method is built on the same
-target, pools and request slots, as the engine's own was, and decode rounds go to one after the other. So the methods
-are compared on one verify step, one batch and one state of the machine. A drafter's context is right only where its
-own worker wrote it: with forced acceptance (``SGLANG_SIMULATE_ACC_LEN``) that changes tokens and no time.
+target, pools and request slots, as the engine's own was. So the methods are compared on one target, one process and one
+state of the machine. Either decode rounds go to one after the other (``Turns``): a drafter's context is right only
+where its own worker wrote it, and with forced acceptance (``SGLANG_SIMULATE_ACC_LEN``) that changes tokens and no time.
+Or requests do, from their prefill to their end (``ByRequest``), and acceptance is real.
 """
 
 from __future__ import annotations
@@ -35,13 +36,21 @@ class _HostMark:
 
 
 def attach(scheduler: Any, plan: Path) -> None:
-    """Build the methods of ``plan`` (JSON: ``methods`` name -> drafter, ``turn`` rounds, ``out``) and follow rounds."""
+    """Build the methods of ``plan``, and let decode rounds or requests go to one after the other.
+
+    The plan is JSON: ``methods``, each with ``name``, ``algorithm`` and ``drafter``, the engine's own first; for rounds
+    in turns also ``turn``, how many a turn has, and ``out``, where their times go. Writes ``memory.json`` beside it.
+    """
     settings = json.loads(plan.read_text())
     first, *others = settings["methods"]
-    workers = {first: scheduler.model_worker}
-    for name in others:
-        workers[name] = _build(scheduler, name, settings["methods"][name])
-        logger.info("The bench has a worker of %s.", name)
+    workers = {first["name"]: scheduler.model_worker}
+    for method in others:
+        workers[method["name"]] = _build(scheduler, method["algorithm"], method["drafter"])
+        logger.info("The bench has a worker of %s.", method["name"])
+    plan.with_name("memory.json").write_text(json.dumps(_memory(scheduler, workers)))
+    if "turn" not in settings:
+        scheduler.model_worker = ByRequest(workers)
+        return
     turns = Turns(workers, scheduler.tp_worker, int(settings["turn"]), Path(settings["out"]))
     scheduler.model_worker = turns
     idle = scheduler.on_idle
@@ -51,18 +60,15 @@ def attach(scheduler: Any, plan: Path) -> None:
         return idle()
 
     scheduler.on_idle = on_idle
-    (Path(settings["out"]).parent / "memory.json").write_text(json.dumps(_memory(scheduler, workers)))
 
 
-def _build(scheduler: Any, name: str, drafter: str) -> Any:
+def _build(scheduler: Any, algorithm: str, drafter: str) -> Any:
     """One more worker, in the steps of ``Scheduler.init_model_worker`` (scheduler.py:1128)."""
     from sglang.srt.runtime_context import get_device, get_spec
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sglang_ext.bench.shapes import algorithm_of
-
     with get_spec().override(speculative_draft_model_path=drafter):
-        made = SpeculativeAlgorithm.from_string(algorithm_of(name)).create_worker(scheduler.server_args)
+        made = SpeculativeAlgorithm.from_string(algorithm).create_worker(scheduler.server_args)
         worker = made(
             server_args=scheduler.server_args,
             gpu_id=get_device().gpu_id,
@@ -106,6 +112,25 @@ def whose_turn(names: Sequence[str], turn: int) -> str:
     """The method of a turn: there and back again, so that what grows with time costs every method the same."""
     cycle, place = divmod(turn, len(names))
     return names[place if cycle % 2 == 0 else -1 - place]
+
+
+class ByRequest:
+    """A worker that is several: a batch goes to the one whose name begins its requests' ids, ``NAME/...``.
+
+    All requests that run at a time must be of one method: whoever sends them waits for those of the method before.
+    """
+
+    def __init__(self, workers: dict[str, Any]) -> None:
+        self._first = next(iter(workers.values()))
+        self._forward = {name: worker.forward_batch_generation for name, worker in workers.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._first, name)
+
+    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """One scheduler step, on the forward stream; ids of another form go to the first."""
+        name = batch.reqs[0].rid.partition("/")[0] if batch.reqs else ""
+        return self._forward.get(name, self._first.forward_batch_generation)(batch, *args, **kwargs)
 
 
 class Turns:

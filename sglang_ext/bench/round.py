@@ -7,25 +7,19 @@ their time differs. Stock and ours run in one engine on one target, in turns of 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import re
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.bench.shapes import LOOKUPS, SHAPES
+from sglang_ext.bench import process
+from sglang_ext.bench.shapes import LOOKUPS, SHAPES, algorithm_of
 from sglang_ext.errors import UsageError
-from sglang_ext.settings import BENCH_PLAN
 
 DSPARK = ("DSPARK", "CARRYOVER_DSPARK", "READY", "READY_CARRYOVER")
 DFLASH = ("DFLASH", "CARRYOVER_DFLASH")
@@ -100,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     from sglang_ext.evaluation import record
 
     cells, methods = cells_of(args.cells), methods_of(args)
-    if args.device == "cuda" and not _has_gpu():
+    if args.device == "cuda" and not process.has_gpu():
         raise UsageError("There is no CUDA device here, and a CPU's rounds say nothing about a GPU's; use a GPU.")
     document: dict[str, Any] = {
         "command": shlex.join(["sglang-ext", *sys.argv[1:]]),
@@ -117,8 +111,10 @@ def run(args: argparse.Namespace) -> int:
         folder = Path(name)
         paths = SHAPES[args.shape].write(folder, tuple(m for m in methods if m != "AR"))
         rounds = folder / "rounds.jsonl"
-        drafters = {method: str(paths.get(method, "")) for method in methods}
-        plan = {"methods": drafters, "turn": args.turn, "out": str(rounds)}
+        workers = [
+            {"name": name, "algorithm": algorithm_of(name), "drafter": str(paths.get(name, ""))} for name in methods
+        ]
+        plan = {"methods": workers, "turn": args.turn, "out": str(rounds)}
         (folder / "plan.json").write_text(json.dumps(plan))
         job = {
             "engine": engine_arguments(args, methods, cells, paths),
@@ -127,35 +123,17 @@ def run(args: argparse.Namespace) -> int:
             "vocabulary": SHAPES[args.shape].common["vocab_size"] - 64,
         }
         (folder / "job.json").write_text(json.dumps(job))
-        environment = {
-            **os.environ,
-            BENCH_PLAN: str(folder / "plan.json"),
-            # The pools of the workers built later must have their memory at once.
-            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "0",
-            "SGLANG_SIMULATE_ACC_LEN": str(args.acceptance) if methods[0] != "AR" else "-1",
-        }
-        if args.device == "cpu":
-            from sglang_ext import cpu
-
-            environment |= cpu.environment()
-        command = [sys.executable, "-m", "sglang_ext.bench.engine", str(folder / "job.json")]
-        process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + args.limit
-        try:
-            _follow(process, deadline, document, args.out, rounds, folder / "memory.json", cells, methods)
-        finally:
-            _end(process)
+        forced = str(args.acceptance) if methods[0] != "AR" else "-1"
+        environment = process.environment(args.device, SGLANG_SIMULATE_ACC_LEN=forced)
+        environment |= process.with_plan(folder / "plan.json")
+        job_file = folder / "job.json"
+        with process.lines_of("sglang_ext.bench.engine", job_file, environment, args.limit) as lines:
+            _follow(lines, document, args.out, rounds, folder / "memory.json", cells, methods)
     if not document["rows"]:
         print("No cell was measured; the engine's output above says why.", file=sys.stderr)
         return 1
     _draw(document, args.out.with_suffix(".png"))
     return 0 if len({(row["batch"], row["context"]) for row in document["rows"]}) == len(cells) else 1
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
 
 
 def new_tokens(args: argparse.Namespace, methods: Sequence[str]) -> int:
@@ -203,8 +181,7 @@ def engine_arguments(
 
 
 def _follow(
-    process: Any,
-    deadline: float,
+    lines: Iterable[str],
     document: dict[str, Any],
     out: Path,
     rounds: Path,
@@ -215,29 +192,23 @@ def _follow(
     """Take the cells as the engine's process ends them; its first word on each line says what the line is."""
     from sglang_ext.evaluation import record
 
-    timer = threading.Timer(max(0.0, deadline - time.monotonic()), lambda: _end(process))
-    timer.daemon = True
-    timer.start()
     done = 0
-    try:
-        for line in process.stdout:
-            word, _, rest = line.strip().partition(" ")
-            if word == "READY_TO_MEASURE":
-                document["start_seconds"] = float(rest)
-                document["memory"] = json.loads(memory.read_text())
-                print(f"engine started in {float(rest):.0f} s; memory {json.dumps(document['memory'])}", flush=True)
-            elif word == "CELL_DONE":
-                batch, context = cells[done]
-                done += 1
-                rows = summarize(take_rounds(rounds), batch, context, methods[0])
-                document["rows"] += rows
-                for row in rows:
-                    print(line_of(row), flush=True)
-                record.write(out, document)
-            else:
-                print(line, end="", flush=True)
-    finally:
-        timer.cancel()
+    for line in lines:
+        word, _, rest = line.strip().partition(" ")
+        if word == "READY_TO_MEASURE":
+            document["start_seconds"] = float(rest)
+            document["memory"] = json.loads(memory.read_text())
+            print(f"engine started in {float(rest):.0f} s; memory {json.dumps(document['memory'])}", flush=True)
+        elif word == "CELL_DONE":
+            batch, context = cells[done]
+            done += 1
+            rows = summarize(take_rounds(rounds), batch, context, methods[0])
+            document["rows"] += rows
+            for row in rows:
+                print(line_of(row), flush=True)
+            record.write(out, document)
+        else:
+            print(line, end="", flush=True)
 
 
 def take_rounds(path: Path) -> list[dict[str, Any]]:
@@ -316,13 +287,6 @@ def line_of(row: dict[str, Any]) -> str:
             row["overhead"], row["overhead_low"], row["overhead_high"]
         )
     return text
-
-
-def _end(process: Any) -> None:
-    """End the engine's whole process group; it has nothing to save."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _draw(document: dict[str, Any], path: Path) -> None:

@@ -123,6 +123,7 @@ class CarryMixin:
         self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None, **kwargs: Any
     ) -> Any:
         """One scheduler step, on the forward stream; state is reset and advanced here and nowhere else."""
+        self._verified = None  # another worker's, where several share a target
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             self._forget(batch)
         elif not batch.forward_mode.is_idle() and batch.reqs:

@@ -1,0 +1,63 @@
+"""The process of a bench that holds an engine: started, read line by line, ended whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.settings import BENCH_PLAN
+
+
+def has_gpu() -> bool:
+    """Whether this process sees a CUDA device."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def environment(device: str, **more: str) -> dict[str, str]:
+    """This process's environment for an engine in which more workers than SGLang's are built."""
+    found = {
+        **os.environ,
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "0",
+    }  # later workers' pools need their memory at once
+    if device == "cpu":
+        from sglang_ext import cpu
+
+        found |= cpu.environment()
+    return found | more
+
+
+def with_plan(path: Path) -> dict[str, str]:
+    """What tells the scheduler's process to build the workers that ``path`` names (``bench.probe``)."""
+    return {BENCH_PLAN: str(path)}
+
+
+@contextlib.contextmanager
+def lines_of(module: str, job: Path, environment: dict[str, str], limit: float) -> Iterator[Iterable[str]]:
+    """Run ``python -m module job`` and give its output's lines; it ends with the block, or after ``limit`` seconds."""
+    command = [sys.executable, "-m", module, str(job)]
+    process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    timer = threading.Timer(limit, _end, [process])
+    timer.daemon = True
+    timer.start()
+    try:
+        assert process.stdout is not None
+        yield process.stdout
+    finally:
+        timer.cancel()
+        _end(process)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """End the whole process group; it has nothing to save."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

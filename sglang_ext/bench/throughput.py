@@ -1,0 +1,358 @@
+"""``sglang-ext bench throughput``: tokens per second of several drafters with real acceptance, in one engine.
+
+Two servers of the same code differ in speed by more than most methods do. Here all drafters stand on one target in one
+engine (``bench.probe.ByRequest``), and blocks of the same requests go to one after the other, there and back again, so
+that what a machine does to all of them cancels. A request is greedy and stays with its drafter from its prefill to its
+end; so many run at a time. Speed and acceptance are of the same blocks, hence what is kept of a gain is too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.bench import process
+from sglang_ext.checkpoints import DraftContract, TargetInfo, check, locate, read_contract, read_target
+from sglang_ext.errors import UsageError
+
+AIM = 0.95
+"""Of the acceptance gain that should arrive as speed."""
+FEWEST = 6  # cycles that an interval is made of
+PLAIN = "plain"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Target, drafters, prompts, how much is measured, and outputs."""
+    add = parser.add_argument
+    add("target", type=Path, help="target checkpoint directory")
+    add(
+        "--drafters",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="D",
+        help="drafter directories, all of one kind and width; the first is what the others are held against, and one "
+        "given again shows how far two equal ones come apart (default: none, plain decoding)",
+    )
+    add("--prompts", type=Path, nargs="+", default=[Path("models/prompts.jsonl")], metavar="F", help="JSONL of prompts")
+    add("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32], metavar="C", help="requests at a time")
+    add("--requests", type=int, default=24, help="of a block, at least four times as many as run at a time")
+    add("--cycles", type=int, default=10, help="blocks that each drafter gets at each concurrency")
+    add("--max-tokens", type=int, default=64, help="longest answer")
+    add("--limit", type=float, default=900, help="seconds after which the engine is ended")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it, no measurement of a GPU's server")
+    add("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of the engine")
+    add(
+        "--out",
+        type=Path,
+        default=Path("build/bench/throughput.json"),
+        help="JSON file, rewritten after each cycle; PNG beside it",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the engine in a process of its own, measure block by block, draw."""
+    from sglang_ext.evaluation import record
+
+    for option, values in (("concurrency", args.concurrency), ("requests", [args.requests]), ("cycles", [args.cycles])):
+        if min(values) < 1:
+            raise UsageError(f"--{option} {min(values)} leaves nothing to measure; give at least 1.")
+    info = read_target(locate(args.target, weights=False))
+    drafters = drafters_of(args.drafters, info)
+    prompts = prompt_tokens(args.prompts, args.target)
+    if args.device == "cuda" and not process.has_gpu():
+        raise UsageError("There is no CUDA device here; use a GPU, or --device cpu to try it.")
+    document: dict[str, Any] = {
+        "command": shlex.join(["sglang-ext", *sys.argv[1:]]),
+        "environment": record.environment(),
+        "target": str(args.target),
+        "drafters": {
+            name: {"path": str(contract.path), "algorithm": contract.algorithm} for name, contract in drafters.items()
+        },
+        "prompts": len(prompts),
+        "max_tokens": args.max_tokens,
+        "rows": [],
+        "blocks": [],
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        environment = process.environment(args.device)
+        if drafters:
+            plan = folder / "plan.json"
+            workers = [
+                {"name": label, "algorithm": contract.algorithm, "drafter": str(contract.path)}
+                for label, contract in drafters.items()
+            ]
+            plan.write_text(json.dumps({"methods": workers}))
+            environment |= process.with_plan(plan)
+        job = {
+            "engine": engine_arguments(args, info, drafters, prompts),
+            "methods": list(drafters) or [PLAIN],
+            "levels": args.concurrency,
+            "requests": {level: max(args.requests, 4 * level) for level in args.concurrency},
+            "cycles": args.cycles,
+            "prompts": prompts,
+            "sampling": {"temperature": 0.0, "max_new_tokens": args.max_tokens},
+        }
+        job_file = folder / "job.json"
+        job_file.write_text(json.dumps(job))
+        with process.lines_of("sglang_ext.bench.throughput_engine", job_file, environment, args.limit) as lines:
+            _follow(lines, document, args.out)
+    if not document["rows"]:
+        print("No cycle was measured; the engine's output above says why.", file=sys.stderr)
+        return 1
+    _draw(document, args.out.with_suffix(".png"))
+    return 0 if len(document["blocks"]) == len(job["methods"]) * len(args.concurrency) * args.cycles else 1
+
+
+def drafters_of(paths: Sequence[Path], target: TargetInfo) -> dict[str, DraftContract]:
+    """The drafters by name; UsageError for one that does not fit, or that cannot share an engine with the first."""
+    found: dict[str, DraftContract] = {}
+    for path in paths:
+        contract = read_contract(locate(path))
+        check(contract, target)
+        first = next(iter(found.values()), contract)
+        if (contract.kind, contract.verify_width) != (first.kind, first.verify_width):
+            raise UsageError(
+                f"{path} verifies {contract.verify_width} rows ({contract.kind}) and {first.path} {first.verify_width} "
+                f"({first.kind}), which cannot share an engine; measure them one after the other."
+            )
+        same = sum(contract.path == other.path for other in found.values())
+        found[contract.path.name + (f"#{same + 1}" if same else "")] = contract
+    return found
+
+
+def prompt_tokens(paths: Sequence[Path], target: Path) -> list[list[int]]:
+    """First turns of the prompts as the target's chat template makes them, in an order that mixes their categories."""
+    from transformers import AutoTokenizer
+
+    from sglang_ext.evaluation.prompts import read_prompts
+
+    prompts = read_prompts(paths)
+    tokenizer = AutoTokenizer.from_pretrained(str(target))
+    order = np.random.default_rng(0).permutation(len(prompts))
+    found = []
+    for index in order:
+        text = prompts[index].text
+        if tokenizer.chat_template:
+            message = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        found.append(tokenizer.encode(text, add_special_tokens=not tokenizer.chat_template))
+    return found
+
+
+def engine_arguments(
+    args: argparse.Namespace,
+    target: TargetInfo,
+    drafters: dict[str, DraftContract],
+    prompts: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """Arguments of ``sglang.Engine``: pools for what runs at a time, so that every drafter's own find room."""
+    from sglang_ext import cpu
+
+    most = max(args.concurrency)
+    longest = max(map(len, prompts)) + args.max_tokens
+    first = next(iter(drafters.values()), None)
+    rows = 2 * first.verify_width if first else 0
+    arguments: dict[str, Any] = {
+        "model_path": str(args.target),
+        "disable_radix_cache": True,  # a prompt comes again with another drafter, whose context it must write
+        "context_length": longest + rows + 128,
+        "max_running_requests": most,
+        "max_total_tokens": most * (longest + rows + 128) + 2048,
+        "random_seed": 1,
+        "log_level": "warning",
+    }
+    if args.device == "cpu":
+        arguments = {**cpu.SERVER_DEFAULTS, **arguments}
+    else:
+        arguments |= {
+            "attention_backend": "triton",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "skip_server_warmup": True,
+            "cuda_graph_max_bs_decode": most,
+            "disable_prefill_cuda_graph": True,
+            "mem_fraction_static": 0.8,
+        }
+    if target.recurrent_layers:
+        arguments["max_mamba_cache_size"] = 2 * most + 2
+    if first is not None:
+        arguments |= {
+            "speculative_algorithm": first.algorithm,
+            "speculative_draft_model_path": str(first.path),
+        }
+    return arguments | args.engine
+
+
+def _follow(lines: Iterable[str], document: dict[str, Any], out: Path) -> None:
+    """Take the blocks as the engine's process ends them; a cycle counts once every drafter had its block."""
+    from sglang_ext.evaluation import record
+
+    pending: list[dict[str, Any]] = []
+    methods = list(document["drafters"]) or [PLAIN]
+    said = 0
+    for line in lines:
+        word, _, rest = line.strip().partition(" ")
+        if word == "READY_TO_MEASURE":
+            document["start_seconds"] = float(rest)
+            print(f"engine with {', '.join(methods)} started in {float(rest):.0f} s", flush=True)
+        elif word == "BLOCK":
+            pending.append(json.loads(rest))
+            if len(pending) < len(methods):
+                continue
+            document["blocks"] += condense(pending, methods[0])
+            pending = []
+            document["rows"] = summarize(document["blocks"], methods)
+            record.write(out, document)
+            level = document["blocks"][-1]["concurrency"]
+            if sum(block["concurrency"] == level for block in document["blocks"]) == len(methods):
+                said = _say(document["rows"], said, keep=len(methods))
+        else:
+            print(line, end="", flush=True)
+    _say(document["rows"], said, keep=0)
+
+
+def _say(rows: Sequence[dict[str, Any]], said: int, keep: int) -> int:
+    """Print the rows that are final, all but the last ``keep``; returns how many have been printed."""
+    final = max(len(rows) - keep, said)
+    for row in rows[said:final]:
+        print(line_of(row), flush=True)
+    return final
+
+
+def condense(blocks: Sequence[dict[str, Any]], reference: str) -> list[dict[str, Any]]:
+    """One cycle's blocks as the record keeps them: sums, and how many answers equal the reference's."""
+    from sglang_ext.evaluation.acceptance import pool
+
+    expected = next(block["outputs"] for block in blocks if block["method"] == reference)
+    found = []
+    for block in blocks:
+        histogram = pool(block["histograms"])
+        found.append(
+            {name: block[name] for name in ("method", "concurrency", "cycle", "seconds")}
+            | {
+                "requests": len(block["outputs"]),
+                "tokens": sum(map(len, block["outputs"])),
+                "steps": sum(histogram),
+                "accepted": sum(count * drafts for drafts, count in enumerate(histogram)),
+                "same": sum(ours == theirs for ours, theirs in zip(block["outputs"], expected, strict=True)),
+            }
+        )
+    return found
+
+
+def summarize(blocks: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each concurrency and method; figures over the first method's pair the blocks of each cycle.
+
+    ``speed_up`` is a ratio of tokens per second, ``acceptance_gain`` one of acceptance lengths, ``kept`` the one over
+    the other. Intervals are 95 % percentile bootstraps over cycles, the same draws for all of a row's figures; None
+    for fewer than ``FEWEST`` cycles.
+    """
+    from sglang_ext.evaluation.bootstrap import interval, resample
+
+    rows = []
+    for level in dict.fromkeys(block["concurrency"] for block in blocks):
+        here = [block for block in blocks if block["concurrency"] == level]
+        cycles = sorted({block["cycle"] for block in here})
+        draws = np.vstack([np.ones((1, len(cycles))), resample(len(cycles), seed=0)])
+        figures: dict[str, dict[str, Any]] = {}
+        for name in methods:
+            mine = {block["cycle"]: block for block in here if block["method"] == name}
+            sums = {
+                key: draws @ np.array([float(mine[cycle][key]) for cycle in cycles])
+                for key in ("tokens", "seconds", "steps", "accepted", "requests", "same")
+            }
+            speed = sums["tokens"] / sums["seconds"]
+            drafts = sums["steps"][0] > 0
+            length = 1 + sums["accepted"] / sums["steps"] if drafts else np.ones_like(speed)
+            figures[name] = {"speed": speed, "length": length}
+            row = {
+                "method": name,
+                "concurrency": level,
+                "cycles": len(cycles),
+                "requests": int(sums["requests"][0]),
+                "tokens": int(sums["tokens"][0]),
+                "tokens_per_second": float(speed[0]),
+                "acceptance_length": float(length[0]),
+                "same_answers": float(sums["same"][0] / sums["requests"][0]),
+            }
+            if name != methods[0]:
+                first = figures[methods[0]]
+                up, gain = speed / first["speed"], length / first["length"]
+                for key, values in (("speed_up", up), ("acceptance_gain", gain), ("kept", up / gain)):
+                    bounds = interval(values[1:]) if len(cycles) >= FEWEST else None
+                    row[key] = {"value": float(values[0]), "interval": bounds}
+                row["aim"] = verdict(row["kept"]["interval"])
+            rows.append(row)
+    return rows
+
+
+def verdict(interval: Sequence[float] | None) -> str:
+    """Whether at least ``AIM`` of a gain is kept: met or missed where the whole interval says so, else open."""
+    if interval is None:
+        return "open"
+    low, high = interval
+    return "met" if low >= AIM else "missed" if high < AIM else "open"
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row as text."""
+    text = (
+        "{method} at {concurrency}: {tokens_per_second:,.0f} tokens/s, acceptance length {acceptance_length:.2f}, "
+        "cycles {cycles}"
+    ).format(**row)
+    if "kept" in row:
+        text += f"; speed {_times(row['speed_up'])}, acceptance {_times(row['acceptance_gain'])}, "
+        text += f"kept {_times(row['kept'])}: {row['aim']}; {row['same_answers']:.0%} of the answers are the same"
+    return text
+
+
+def _times(figure: dict[str, Any]) -> str:
+    bounds = figure["interval"]
+    return f"{figure['value']:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
+
+
+def _draw(document: dict[str, Any], path: Path) -> None:
+    """Tokens per second by concurrency, and beside it what is kept of each acceptance gain."""
+    from matplotlib.figure import Figure
+
+    rows = document["rows"]
+    levels = list(dict.fromkeys(row["concurrency"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    compared = [method for method in methods if any("kept" in row for row in rows if row["method"] == method)]
+    figure = Figure(figsize=(10 if compared else 5, 3.8), layout="constrained")
+    panels = figure.subplots(1, 2 if compared else 1, squeeze=False)[0]
+    for number, method in enumerate(methods):
+        mine = [row for row in rows if row["method"] == method]
+        places = [levels.index(row["concurrency"]) for row in mine]
+        panels[0].plot(places, [row["tokens_per_second"] for row in mine], "o-", ms=4, label=method, color=f"C{number}")
+        if method not in compared:
+            continue
+        shift = (compared.index(method) - (len(compared) - 1) / 2) * 0.7 / len(compared)
+        for place, row in zip(places, mine, strict=True):
+            value, bounds = row["kept"]["value"], row["kept"]["interval"] or (row["kept"]["value"],) * 2
+            errors = [[max(value - bounds[0], 0)], [max(bounds[1] - value, 0)]]
+            panels[1].errorbar(place + shift, value, errors, fmt="o", ms=4, capsize=3, color=f"C{number}")
+    panels[0].set(ylabel="tokens per second", ylim=(0, None))
+    for axes in panels:
+        axes.set_xticks(range(len(levels)), [str(level) for level in levels])
+        axes.set(xlabel="requests at a time", xlim=(-0.5, len(levels) - 0.5))
+        axes.grid(axis="y", color="0.92")
+        axes.set_axisbelow(True)
+    if compared:
+        panels[1].axhline(1, color="0.6", linewidth=0.8)
+        panels[1].axhline(AIM, color="0.4", linewidth=1, linestyle="--")
+        panels[1].set_ylabel(f"speed-up / acceptance gain over {methods[0]}", fontsize=9)
+        panels[1].set_title(f"kept (dashed: the aim, {AIM})", fontsize=10)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8)
+    figure.supxlabel(f"{Path(document['target']).name} on {document['environment']['device']}", fontsize=8)
+    figure.savefig(path, dpi=120)

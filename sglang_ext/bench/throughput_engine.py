@@ -1,0 +1,73 @@
+"""The process of ``bench throughput`` that holds the engine: blocks of requests, one method after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+WARM = 2  # requests per concurrent one before anything is timed
+
+
+def main(path: str) -> None:
+    """Run the job in ``path`` (engine, methods, sampling, prompts, levels); lines on stdout are the protocol."""
+    import sglang
+
+    job = json.loads(Path(path).read_text())
+    started = time.monotonic()
+    engine = sglang.Engine(**job["engine"])
+    seconds = time.monotonic() - started
+
+    def block(name: str, number: str, concurrency: int, prompts: Sequence[list[int]]) -> dict[str, Any]:
+        gc.collect()
+        work = _block(engine, f"{name}/{number}", concurrency, prompts, job["sampling"])
+        return dict(engine.loop.run_until_complete(work))
+
+    for concurrency in job["levels"]:
+        prompts = [job["prompts"][index % len(job["prompts"])] for index in range(WARM * concurrency)]
+        for name in job["methods"]:
+            block(name, f"warm-{concurrency}", concurrency, prompts)
+    print("READY_TO_MEASURE", seconds, flush=True)
+    for concurrency in job["levels"]:
+        size, taken = job["requests"][str(concurrency)], 0
+        for cycle in range(job["cycles"]):
+            prompts = [job["prompts"][(taken + index) % len(job["prompts"])] for index in range(size)]
+            taken += size
+            for name in job["methods"] if cycle % 2 == 0 else reversed(job["methods"]):
+                found = block(name, f"{concurrency}-{cycle}", concurrency, prompts)
+                about = {"method": name, "concurrency": concurrency, "cycle": cycle}
+                print("BLOCK", json.dumps(about | found), flush=True)
+    engine.shutdown()
+
+
+async def _block(
+    engine: Any, ids: str, concurrency: int, prompts: Sequence[list[int]], sampling: dict[str, Any]
+) -> dict[str, Any]:
+    """Answer all prompts, so many at a time; seconds from the first request to the last answer, and what each gave."""
+    free = asyncio.Semaphore(concurrency)
+
+    async def one(index: int) -> dict[str, Any]:
+        async with free:
+            return dict(
+                await engine.async_generate(
+                    input_ids=prompts[index], sampling_params=sampling, rid=f"{ids}/{index}-{time.monotonic_ns()}"
+                )
+            )
+
+    start = time.perf_counter()
+    answers = await asyncio.gather(*(one(index) for index in range(len(prompts))))
+    seconds = time.perf_counter() - start
+    return {
+        "seconds": seconds,
+        "outputs": [answer["output_ids"] for answer in answers],
+        "histograms": [answer["meta_info"].get("spec_correct_drafts_histogram") or [] for answer in answers],
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

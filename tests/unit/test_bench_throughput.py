@@ -1,0 +1,127 @@
+"""The arithmetic of ``sglang-ext bench throughput``, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.bench.probe import ByRequest
+from sglang_ext.bench.throughput import (
+    condense,
+    drafters_of,
+    engine_arguments,
+    line_of,
+    prompt_tokens,
+    summarize,
+    verdict,
+)
+from sglang_ext.checkpoints import read_target
+from sglang_ext.command_line import Parser
+from sglang_ext.errors import UsageError
+
+MODELS = Path(__file__).parents[2] / "models"
+
+
+def blocks(name: str, seconds: list[float], steps: int, tokens: int = 120) -> list[dict[str, Any]]:
+    """Cycles of 10 requests; ``steps`` verify steps made their tokens."""
+    common = {"method": name, "concurrency": 4, "requests": 10, "tokens": tokens, "steps": steps, "same": 10}
+    return [
+        {**common, "cycle": cycle, "seconds": each, "accepted": tokens - steps} for cycle, each in enumerate(seconds)
+    ]
+
+
+def test_speed_gain_and_what_is_kept():
+    drift = [1.0, 1.4, 1.1, 2.0, 1.2, 1.0, 1.7, 1.3]  # of the machine, which every block of a cycle has
+    stock = blocks("stock", drift, steps=60)
+    ours = blocks("ours", [0.84 * each for each in drift], steps=50)
+    first, second = summarize([*stock, *ours], ["stock", "ours"])
+    assert first["tokens_per_second"] == pytest.approx(8 * 120 / sum(drift))
+    assert (first["acceptance_length"], second["acceptance_length"]) == (pytest.approx(2.0), pytest.approx(2.4))
+    assert second["speed_up"]["value"] == pytest.approx(1 / 0.84)
+    assert second["acceptance_gain"]["value"] == pytest.approx(1.2)
+    assert second["kept"]["value"] == pytest.approx(1 / 0.84 / 1.2)
+    low, high = second["kept"]["interval"]  # what a machine does to both cancels
+    assert low == pytest.approx(high) == pytest.approx(second["kept"]["value"])
+    assert second["aim"] == "met" and "kept" not in first
+    assert "kept 0.992 [0.992, 0.992]: met" in line_of(second)
+
+
+def test_few_cycles_have_no_interval():
+    rows = summarize([*blocks("stock", [1.0] * 5, 60), *blocks("ours", [0.5] * 5, 60)], ["stock", "ours"])
+    assert rows[1]["kept"] == {"value": pytest.approx(2.0), "interval": None} and rows[1]["aim"] == "open"
+
+
+@pytest.mark.parametrize(
+    ("interval", "said"), [((0.95, 1.1), "met"), ((0.7, 0.949), "missed"), ((0.9, 0.96), "open"), (None, "open")]
+)
+def test_an_aim_is_judged_by_the_whole_interval(interval, said):
+    assert verdict(interval) == said
+
+
+def test_plain_decoding_has_no_verify_step():
+    (row,) = summarize(blocks("plain", [2.0, 2.0], steps=0), ["plain"])
+    assert (row["acceptance_length"], row["tokens_per_second"]) == (1.0, 60.0)
+
+
+def test_a_cycle_is_condensed_to_sums():
+    about = {"concurrency": 1, "cycle": 0, "seconds": 1.5}
+    stock = {"method": "a", **about, "outputs": [[1, 2, 3], [4]], "histograms": [[1, 1], []]}
+    ours = {"method": "b", **about, "outputs": [[1, 2, 3], [5]], "histograms": [[0, 0, 1], [1]]}
+    # In the order in which they ran, here the way back.
+    assert condense([ours, stock], "a") == [
+        {"method": "b", **about, "requests": 2, "tokens": 4, "steps": 2, "accepted": 2, "same": 1},
+        {"method": "a", **about, "requests": 2, "tokens": 4, "steps": 2, "accepted": 1, "same": 2},
+    ]
+
+
+def test_a_batch_goes_to_the_worker_that_its_requests_name():
+    class Worker:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def forward_batch_generation(self, batch: Any, more: int) -> tuple[str, int]:
+            return self.name, more
+
+    class Batch:
+        def __init__(self, *ids: str) -> None:
+            self.reqs = [type("Request", (), {"rid": each}) for each in ids]
+
+    worker = ByRequest({"a": Worker("a"), "b": Worker("b")})
+    assert worker.forward_batch_generation(Batch("b/1", "b/2"), 7) == ("b", 7)
+    assert worker.forward_batch_generation(Batch("a/1"), more=8) == ("a", 8)
+    assert worker.forward_batch_generation(Batch("health"), 9)[0] == "a" and worker.name == "a"
+    assert worker.forward_batch_generation(Batch(), 9)[0] == "a"
+
+
+def test_drafters_of_one_engine():
+    target = read_target(MODELS / "dense-target")
+    drafters = drafters_of(
+        [MODELS / name for name in ("dflash-dense", "carryover-dflash-dense", "dflash-dense")], target
+    )
+    assert list(drafters) == ["dflash-dense", "carryover-dflash-dense", "dflash-dense#2"]
+    with pytest.raises(UsageError, match="cannot share an engine"):
+        drafters_of([MODELS / "dflash-dense", MODELS / "dspark-dense"], target)
+    with pytest.raises(UsageError, match="dspark-hybrid"):
+        drafters_of([MODELS / "dspark-hybrid"], target)
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_the_engines_pools_hold_what_runs_at_a_time(name):
+    from sglang_ext.bench.cli import add_arguments
+
+    target = read_target(MODELS / f"{name}-target")
+    parser = Parser()
+    add_arguments(parser)
+    words = ["throughput", str(target.path), "--concurrency", "2", "8", "--engine", '{"page_size": 16}']
+    args = parser.parse_args(words)
+    prompts = prompt_tokens([MODELS / "prompts.jsonl"], target.path)
+    drafters = drafters_of([MODELS / f"dspark-{name}"], target)
+    found = engine_arguments(args, target, drafters, prompts)
+    assert found["max_running_requests"] == found["cuda_graph_max_bs_decode"] == 8 and found["page_size"] == 16
+    assert found["max_total_tokens"] > 8 * (max(map(len, prompts)) + 64)
+    assert found.get("max_mamba_cache_size") == (18 if name == "hybrid" else None)
+    assert found["speculative_algorithm"] == "DSPARK" and "speculative_algorithm" not in engine_arguments(
+        args, target, {}, prompts
+    )
