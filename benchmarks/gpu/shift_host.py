@@ -93,8 +93,7 @@ def plan(block: Block, forward: Any, batch: Any) -> None:
 
 
 def admit(block: Block, forward: Any, batch: Any) -> None:
-    slots = batch.req_pool_indices_cpu
-    block.carry.admit(slots, block.generation[slots])
+    block.carry.admit(batch.req_pool_indices_cpu, block.generation)
 
 
 SHIFTS: dict[str, Callable[[Block, Any, Any], None]] = {"before": before, "mirror": mirror, "after": Block._shift}

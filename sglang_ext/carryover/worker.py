@@ -128,8 +128,7 @@ class CarryMixin:
             self._forget(batch)
         elif not batch.forward_mode.is_idle() and batch.reqs:
             # A slot may start decoding without a prefill seen here.
-            slots_cpu = batch.req_pool_indices_cpu
-            new = self.carry.admit(slots_cpu, self._generation[slots_cpu])
+            new = self.carry.admit(batch.req_pool_indices_cpu, self._generation)
             if self.lookup is not None and new is not None:
                 self.lookup.forget(new)
             self._round = batch

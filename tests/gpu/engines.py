@@ -140,6 +140,7 @@ ENGINES: dict[str, Engine] = {
     "carryover-dflash-eager": _checked("dflash", flags=EAGER),
     "lookup-dspark": _lookup("lookup-dspark", "CARRYOVER_DSPARK"),
     "lookup-dflash": _lookup("lookup-dflash", "CARRYOVER_DFLASH"),
+    "two-gpus-dflash": _trained("dflash", **TWO_GPUS),
     "trained-dflash-fa3": _backend("dflash", "fa3", oracle=True),
     "one-gpu-ready": Engine("tiny-hybrid", "ready", "READY", rounds=True, steps=FEW),
     "no-overlap-mixed-chunk": _checked(

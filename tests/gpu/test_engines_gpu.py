@@ -339,11 +339,18 @@ def test_many_requests_run_at_once(engines: Any, record_property: Any, name: str
     ("two", "one"),
     [
         pytest.param(*pair, marks=pytest.mark.engines(*pair), id=pair[0])
-        for pair in (("two-gpus-carryover", "trained-dspark-triton"), ("two-gpus-ready", "one-gpu-ready"))
+        for pair in (
+            ("two-gpus-carryover", "trained-dspark-triton"),
+            ("two-gpus-dflash", "trained-dflash-triton"),
+            ("two-gpus-ready", "one-gpu-ready"),
+        )
     ],
 )
 def test_two_ranks_draft_as_one(engines: Any, record_property: Any, two: str, one: str) -> None:
-    """bf16 sums over two ranks round differently, so a few near ties may differ; what is carried and read may not."""
+    """bf16 sums over two ranks round differently, so a few near ties may differ; what is carried and read may not.
+
+    The trained drafters have lookup tables, for which DFlash adds the ranks' logits up inside the captured draft.
+    """
     a, b = Rounds(engines, one), Rounds(engines, two)
     keys = {key for key in finished(engines[two]) if key[0] <= ALONE}
     found = Counter[str]()

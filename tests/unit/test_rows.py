@@ -69,11 +69,14 @@ def test_rejected_mask() -> None:
 def test_state_follows_tenants_and_mirrors_the_host() -> None:
     state = CarryState(5, "cpu")
     slots = torch.tensor([2, 4])
-    state.admit(slots, torch.tensor([1, 1]))
+    generation = torch.tensor([0, 0, 1, 0, 1])
+    assert state.admit(slots, generation).tolist() == [2, 4]
+    assert state.admit(slots, generation) is None
     assert state.advance(slots, torch.tensor([10, 20])).tolist() == [NO_ROUND, NO_ROUND]
     host = {"query_width": 7, "verify_width": 8, "columns": 100, "limit": None}
     assert state.carried_cpu(slots, torch.tensor([10, 20]), **host).tolist() == [0, 0]
-    state.admit(slots, torch.tensor([1, 2]))  # slot 4 has a new tenant
+    generation[4] += 1
+    assert state.admit(slots, generation).tolist() == [4]  # its new tenant
     assert state.advance(slots, torch.tensor([12, 22])).tolist() == [10, NO_ROUND]
     assert state.carried_cpu(slots, torch.tensor([12, 22]), **host).tolist() == [6, 0]
     state.forget(torch.tensor([2]), torch.tensor([2]))
@@ -153,7 +156,7 @@ def test_every_block_reads_committed_then_carried_rows(
             pool.reserve(slot, -(-(committed + 2 * width) // page) * page)
         at = torch.tensor(slots)
         committed = torch.tensor([lengths[slot] for slot in slots])
-        state.admit(at, generation[at])
+        state.admit(at, generation)
         previous = state.advance(at, committed)
         carried = carried_rows(previous, committed, width, bound - committed - query)
         assert torch.equal(carried, state.carried_cpu(at, committed, query, width, bound, None))
