@@ -104,7 +104,7 @@ def fit_lookup(args: argparse.Namespace, contract: DraftContract) -> dict[str, A
     batches.count = args.batches or batches.batches_per_epoch
     target = load_target(args.target, device, args.target_dtype)
     with TargetFeatures(target, contract.target_layer_ids) as features:
-        seen = _observer(args, contract, features, device).gather(batches)
+        seen = observer(contract, args.target, features, device).gather(batches)
     if len(seen.document.unique()) < FOLDS:
         raise UsageError(
             f"{documents.path} has fewer than {FOLDS} documents to fit on and to judge by in turns; give more of them."
@@ -151,7 +151,7 @@ def lookup_prompts(path: Path, target: Path) -> set[tuple[int, ...]]:
     return {tuple(tokenizer.encode(render_prompt(prompt.text)).ids) for prompt in read_prompts(path)}
 
 
-def _observer(args: argparse.Namespace, contract: DraftContract, features: Any, device: str) -> Observer:
+def observer(contract: DraftContract, target: Path, features: Any, device: str) -> Observer:
     """The drafter as it is served now, on ``device``, with what it reads."""
     from sglang_ext.training.carryover_models import CarryingDFlash, CarryingDSpark
     from sglang_ext.training.export import load_drafter
@@ -163,7 +163,7 @@ def _observer(args: argparse.Namespace, contract: DraftContract, features: Any, 
     plain = CarryingDFlash if contract.kind == "dflash" else CarryingDSpark
     model_class = plain if reader is None else ReadingCarryingDSpark
     attention = "flex" if device == "cuda" else "sdpa"
-    drafter, _ = load_drafter(contract.path, args.target, attention, reader, model_class=model_class)
+    drafter, _ = load_drafter(contract.path, target, attention, reader, model_class=model_class)
     source = None if reader is None else StateSource(reader.source_layers, contract.verify_width)
     carried_rows = contract.carried_rows_limit if contract.carries else 0
     return Observer(drafter.to(device).eval(), features, carried_rows, source)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,6 +92,45 @@ def lookup_entries(verified: VerifiedRound, anchor: Tensor, written: Tensor) -> 
     return torch.stack(entries, 1)
 
 
+class Rounds(NamedTuple):
+    """N rounds of a batch: what was verified, and the second drafts behind it with all their logits."""
+
+    verified: VerifiedRound
+    anchor: Tensor  # [N], the token that the round ends with
+    logits: Tensor  # [N, P, V] fp32, of the second drafts
+    labels: Tensor  # [N, P], recorded tokens
+    supervised: Tensor  # [N, P] bool: there is one
+    last_hidden: Tensor  # [N, P, H], the target's before its final norm, where it predicts the labels
+    document: Tensor  # [N]
+
+    def second_drafts(self) -> SecondDrafts:
+        """What of it the lookup is fitted on, on the CPU."""
+        block, choices, committed = self.verified.inputs, self.verified.choices, self.verified.committed
+        entries = lookup_entries(self.verified, self.anchor, self.labels)
+        stale = torch.cat([block[:, 1:], torch.full_like(block[:, :1], -1)], 1)
+        own = self.logits.max(-1)
+
+        def of(candidates: Tensor) -> Tensor:
+            """The logits [N, P, W] of tokens [N, W]."""
+            found = self.logits.gather(2, candidates.clamp(min=0)[:, None].expand(-1, self.logits.shape[1], -1))
+            return found.masked_fill((candidates < 0)[:, None], -torch.inf)
+
+        seen = SecondDrafts(
+            tokens=own.indices,
+            logits=own.values,
+            choices=choices,
+            choice_logits=of(choices),
+            stale=stale,
+            stale_logits=of(stale),
+            entries=entries,
+            labels=self.labels,
+            supervised=self.supervised,
+            committed=committed,
+            document=self.document,
+        )
+        return SecondDrafts(*(getattr(seen, field.name).cpu() for field in fields(SecondDrafts)))
+
+
 @dataclass(frozen=True)
 class Observer:
     """Drafts, verifies and drafts again as a drafter does when it is served without a lookup.
@@ -130,6 +169,11 @@ class Observer:
     @torch.no_grad()
     def observe(self, inputs: dict[str, Tensor]) -> SecondDrafts:
         """Second drafts of the rounds of one batch that go on, on the CPU; ``document`` numbers its rows."""
+        return self.rounds(inputs).second_drafts()
+
+    @torch.no_grad()
+    def rounds(self, inputs: dict[str, Tensor]) -> Rounds:
+        """The rounds of one batch that go on, with all logits of their second drafts."""
         drafter, ids = self.drafter, inputs["input_ids"]
         model = self.features.model
         recorded_rows = None if recurrent_layers(model) else DynamicCache()
@@ -155,30 +199,16 @@ class Observer:
             committed = (second["anchors"] - inputs["anchors"])[kept]
             choices = self._choices(last_hidden[kept], committed)
         block = torch.cat([start[:, None], proposals], 1)[kept]
-        entries = lookup_entries(VerifiedRound(block, choices, committed), anchor[kept], second["labels"][kept])
-        stale = torch.cat([proposals[kept], torch.full_like(block[:, :1], -1)], 1)
-        logits = logits[kept].float()
-        own = logits.max(-1)
-
-        def of(candidates: Tensor) -> Tensor:
-            """The logits [N, P, W] of tokens [N, W]."""
-            found = logits.gather(2, candidates.clamp(min=0)[:, None].expand(-1, logits.shape[1], -1))
-            return found.masked_fill((candidates < 0)[:, None], -torch.inf)
-
-        seen = SecondDrafts(
-            tokens=own.indices,
-            logits=own.values,
-            choices=choices,
-            choice_logits=of(choices),
-            stale=stale,
-            stale_logits=of(stale),
-            entries=entries,
+        behind = second["anchors"][kept, None] + torch.arange(proposals.shape[1], device=ids.device)
+        return Rounds(
+            verified=VerifiedRound(block, choices, committed),
+            anchor=anchor[kept],
+            logits=logits[kept].float(),
             labels=second["labels"][kept],
             supervised=supervised[kept],
-            committed=committed,
+            last_hidden=packed["last_hidden"][0, behind.clamp(max=packed["last_hidden"].shape[1] - 1)],
             document=kept // (len(proposals) // len(ids)),
         )
-        return SecondDrafts(*(getattr(seen, field.name).cpu() for field in fields(SecondDrafts)))
 
     @contextmanager
     def _states(self, anchors: Tensor, valid: Tensor) -> Iterator[Callable[[], dict[str, Tensor]]]:

@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--held-out-limit", type=int, default=512, help="at most so many held-out prompts")
     add("--max-prompt", type=int, default=192, help="tokens; longer prompts are left out")
     add("--max-new-tokens", type=int, default=160, help="longest answer")
-    add("--greedy", type=float, default=0.5, help="share of greedy answers")
+    add("--greedy", type=float, default=0.5, help="share of greedy answers to training prompts")
+    add("--held-out-greedy", type=float, default=1.0, help="the same of held-out prompts")
     add("--temperature", type=float, default=0.7, help="of the others")
     add("--seed", type=int, default=0, help="of the choice and of the sampling")
     add("--batch-size", type=int, default=1024, help="answers at a time")
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     for side, copies, limit in (("train", args.copies, args.limit), ("heldout", 1, args.held_out_limit)):
         prompts = TokenDataset(args.tokens / side)
         check_vocabulary(prompts, int(model.config.vocab_size), args.target)
-        share, seed = (args.greedy, args.seed) if side == "train" else (1.0, args.seed + 1)
+        share, seed = (args.greedy, args.seed) if side == "train" else (args.held_out_greedy, args.seed + 1)
         requests = plan(prompts, copies, limit, args.max_prompt, share, args.temperature, seed)
         if not requests:
             raise UsageError(f"{prompts.path} has no prompt of at most {args.max_prompt} tokens; raise --max-prompt")
@@ -91,8 +92,9 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"{option} {value} makes no answer; give at least 1")
     if args.max_new_tokens < 2:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens} leaves nothing to learn from; give at least 2")
-    if not 0 <= args.greedy <= 1:
-        raise UsageError(f"--greedy {args.greedy} is no share; give a number between 0 and 1")
+    for option, value in (("--greedy", args.greedy), ("--held-out-greedy", args.held_out_greedy)):
+        if not 0 <= value <= 1:
+            raise UsageError(f"{option} {value} is no share; give a number between 0 and 1")
     if args.temperature <= 0:
         raise UsageError(f"--temperature {args.temperature} does not sample; give more than 0, or --greedy 1")
     if (args.out / "train" / "index.json").exists():
