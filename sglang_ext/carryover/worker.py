@@ -21,7 +21,6 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
 from sglang_ext.carryover.draft_model import shift, write_all_rows
-from sglang_ext.carryover.lookup import WIDEST
 from sglang_ext.carryover.lookup_serving import Lookup, LookupDraftSampler, MarkovLookup, choose
 from sglang_ext.carryover.rows import CarryState
 from sglang_ext.compat import check_draft_runner, rebind_block
@@ -77,12 +76,6 @@ class CarryMixin:
 
     def _attach_lookup(self, table: list[float]) -> None:
         """Keep verify steps from now on. Each worker also lets its sampler look them up, before any is captured."""
-        if self.carry_widths()[0] > WIDEST:
-            with refusal_ends_process():
-                raise UsageError(
-                    f"the lookup is made for verify steps of up to {WIDEST} rows, and this drafter's have "
-                    f"{self.carry_widths()[0]}; set {LOOKUP}=off."
-                )
         self.lookup = Lookup(table, self._slot_rows.shape[0], self.carry_widths()[0], self._slot_rows.device)
 
     def _announce(self) -> None:

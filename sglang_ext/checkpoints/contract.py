@@ -25,7 +25,9 @@ EMBEDDING = "carryover_embedding"
 CARRYOVER_CONFIG: dict[str, Any] = {"embedding": "learned", "rounds": 1}
 CARRYOVER_OPTIONS = ("lookup", "carried_rows")  # of carryover_config: left out where there is nothing to say
 _HIGHEST = 1e30  # of a bonus; more is no number that a logit could have
-LOOKUP_BONUSES = 5  # carryover.lookup.LONGEST + 1, which cannot be imported without torch
+# carryover.lookup's LONGEST + 1 and WIDEST, which cannot be imported without torch.
+LOOKUP_BONUSES = 5
+LOOKUP_WIDEST = 64
 CARRYOVER_ARCHITECTURE = {"dflash": "CarryoverDFlashDraftModel", "dspark": "CarryoverDSparkModel"}
 READY_ARCHITECTURE = {"ready": "ReadyDSparkModel", "ready_carryover": "ReadyCarryoverDSparkModel"}
 # Architecture name -> (kind, method). The stock names are those of models/dflash.py and models/dspark.py.

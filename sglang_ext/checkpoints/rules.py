@@ -14,6 +14,7 @@ from sglang_ext.checkpoints.contract import (
     EMBEDDING,
     FLOATS,
     LOOKUP_BONUSES,
+    LOOKUP_WIDEST,
     MARKOV_HEADS,
     READY_ARCHITECTURE,
     DraftContract,
@@ -114,7 +115,7 @@ def _carryover_problems(contract: DraftContract) -> list[str]:
             value = contract.carryover.get(key, supported)
             if type(value) is not type(supported) or value != supported:
                 problems.append(f"carryover_config.{key} is {value!r}; only {supported!r} is supported.")
-        problems += _option_problems(contract.carryover)
+        problems += _option_problems(contract.carryover, contract.verify_width)
     embedding, width = contract.tensors.get(EMBEDDING), contract.feature_width
     if embedding is None:
         problems.append(f"the weights lack {EMBEDDING} [{width}]; make the checkpoint with sglang-ext convert.")
@@ -130,7 +131,7 @@ def _carryover_problems(contract: DraftContract) -> list[str]:
     return problems + carryover_limits(contract)
 
 
-def _option_problems(config: dict[str, Any]) -> list[str]:
+def _option_problems(config: dict[str, Any], verify_width: int) -> list[str]:
     """What is wrong with the fields of carryover_config that may be left out."""
     problems = []
     table, rows = config.get("lookup", [0] * LOOKUP_BONUSES), config.get("carried_rows", 0)
@@ -138,6 +139,11 @@ def _option_problems(config: dict[str, Any]) -> list[str]:
         problems.append(
             f"carryover_config.lookup is {table!r}, but a lookup table has {LOOKUP_BONUSES} finite numbers of at least "
             "0; make it with sglang-ext train lookup or leave it out."
+        )
+    elif "lookup" in config and verify_width > LOOKUP_WIDEST:
+        problems.append(
+            f"carryover_config.lookup is made for verify steps of up to {LOOKUP_WIDEST} rows, and this drafter's have "
+            f"{verify_width}; leave it out."
         )
     if type(rows) is not int or rows < 0:
         problems.append(

@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse(args: argparse.Namespace, contract: DraftContract) -> None:
+    from sglang_ext.checkpoints import LOOKUP_WIDEST
+
     if contract.markov_head not in (None, "vanilla"):
         raise UsageError(
             f"{args.drafter} has a {contract.markov_head} Markov head; the lookup is made for the vanilla one."
@@ -65,6 +67,10 @@ def _refuse(args: argparse.Namespace, contract: DraftContract) -> None:
     if contract.kind == "dspark" and not contract.sample_from_anchor:
         raise UsageError(
             f"{args.drafter} drafts nothing in its anchor's row; give a DSpark drafter with sample_from_anchor."
+        )
+    if contract.verify_width > LOOKUP_WIDEST:
+        raise UsageError(
+            f"{args.drafter} verifies {contract.verify_width} rows; the lookup is made for up to {LOOKUP_WIDEST}."
         )
     for option in ("batches", "anchors"):
         if getattr(args, option) is not None and getattr(args, option) < 1:

@@ -21,10 +21,11 @@ from checkpoint_fixtures import (
     write_json,
 )
 
-from sglang_ext.carryover.lookup import LONGEST
+from sglang_ext.carryover.lookup import LONGEST, WIDEST
 from sglang_ext.checkpoints import (
     CARRYOVER_CONFIG,
     LOOKUP_BONUSES,
+    LOOKUP_WIDEST,
     check,
     locate,
     read_contract,
@@ -230,7 +231,7 @@ def test_carryover_settings_that_are_wrong(carryover: Path, config: object, said
 
 
 def test_a_lookup_table_and_a_limit_of_carried_rows(carryover: Path) -> None:
-    assert LOOKUP_BONUSES == LONGEST + 1
+    assert (LOOKUP_BONUSES, LOOKUP_WIDEST) == (LONGEST + 1, WIDEST)
     contract = read_contract(carryover)
     assert (contract.lookup, contract.carried_rows_limit) == (None, None)
     edit_config(carryover, carryover_config={**CARRYOVER_CONFIG, "lookup": [0, 0.5, 1, 2, 3], "carried_rows": 0})
@@ -238,6 +239,9 @@ def test_a_lookup_table_and_a_limit_of_carried_rows(carryover: Path) -> None:
     assert validate(contract) == []
     assert (contract.lookup, contract.carried_rows_limit) == ((0.0, 0.5, 1.0, 2.0, 3.0), 0)
     assert contract.embedding_is_zero() is None  # and stays so
+    edit_config(carryover, block_size=WIDEST + 1)
+    problems = validate(read_contract(carryover))
+    assert [problem for problem in problems if "verify steps of up to 64 rows, and this drafter's have" in problem]
 
 
 @pytest.mark.parametrize(
