@@ -119,7 +119,8 @@ def test_the_engines_pools_hold_what_runs_at_a_time(name):
     prompts = prompt_tokens([MODELS / "prompts.jsonl"], target.path)
     drafters = drafters_of([MODELS / f"dspark-{name}"], target)
     found = engine_arguments(args, target, drafters, prompts)
-    assert found["max_running_requests"] == found["cuda_graph_max_bs_decode"] == 8 and found["page_size"] == 16
+    assert found["max_running_requests"] == 8 and found["page_size"] == 16
+    assert found["cuda_graph_bs_decode"] == [1, 2, 4, 8]
     assert found["max_total_tokens"] > 8 * (max(map(len, prompts)) + 64)
     assert found.get("max_mamba_cache_size") == (18 if name == "hybrid" else None)
     assert found["speculative_algorithm"] == "DSPARK" and "speculative_algorithm" not in engine_arguments(

@@ -322,6 +322,7 @@ def test_answers_to_evaluated_prompts_are_left_out(tmp_path: Path) -> None:
         (("--target", "{0}/stock"), "is a drafter"),
         (("--drafter", "{0}/target"), "is a target model, not a drafter"),
         (("--drafter", "{0}/skipping"), "drafts nothing in its anchor's row; give a DSpark drafter with"),
+        (("--drafter", "{0}/wide"), "verifies 65 rows; the lookup is made for up to 64."),
         (("--drafter", "{0}/gated"), "has a gated Markov head; the lookup is made for the vanilla one."),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
@@ -335,14 +336,15 @@ def test_refusals(small: Path, more: tuple[str, ...], said: str, capsys: pytest.
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, tokens, a stock drafter and two of forms that are not looked up in."""
+    """A target, tokens, a stock drafter and three of forms that are not looked up in."""
     folder = tmp_path_factory.mktemp("small")
     target, of = make_target(folder / "target"), shape("dspark")
     make_tokens(folder / "tokens", documents=4)
     export_drafter(build_drafter(of, target), of, target, folder / "stock", torch.float32)
-    for form in ("gated", "skipping"):
+    for form in ("gated", "skipping", "wide"):
         shutil.copytree(folder / "stock", folder / form)
     edit_config(folder / "skipping", sample_from_anchor=False)
+    edit_config(folder / "wide", block_size=64)
     edit_config(folder / "gated", markov_head_type="gated")
     set_tensor(folder / "gated", "markov_head.gate_proj.weight", torch.zeros(8, 40))
     set_tensor(folder / "gated", "markov_head.gate_proj.bias", torch.zeros(8))
