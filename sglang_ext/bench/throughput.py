@@ -179,7 +179,7 @@ def engine_arguments(
             "sampling_backend": "pytorch",
             "grammar_backend": "none",
             "skip_server_warmup": True,
-            "cuda_graph_bs_decode": sorted({1, 2, *range(4, most, 4), most}),  # each takes every drafter seconds
+            "cuda_graph_bs_decode": sorted({1, min(2, most), *range(4, most, 4), most}),  # each takes time
             "disable_prefill_cuda_graph": True,
             "mem_fraction_static": 0.8,
         }
