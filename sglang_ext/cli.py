@@ -24,7 +24,7 @@ COMMANDS = {
     ),
     "bench": (
         "sglang_ext.bench.cli",
-        "what the methods cost on this GPU: kernels and decode rounds",
+        "what the methods cost on this GPU: kernels, decode rounds, tokens per second",
         "sglang,evaluate",
     ),
     "train": ("sglang_ext.training.cli", "data, targets, drafters: from text files to served checkpoints", "train"),

@@ -8,11 +8,11 @@ import importlib
 # Each has add_arguments(parser) and run(args) -> exit code.
 COMMANDS = {
     "kernels": ("sglang_ext.bench.kernels", "time each kernel against its plain form and the memory's bandwidth"),
+    "round": ("sglang_ext.bench.round", "time a decode round of each method against the stock one, and its parts"),
     "throughput": (
         "sglang_ext.bench.throughput",
         "tokens per second of several drafters with real acceptance, in one engine",
     ),
-    "round": ("sglang_ext.bench.round", "time a decode round of each method against the stock one, and its parts"),
 }
 
 

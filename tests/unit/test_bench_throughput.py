@@ -8,15 +8,8 @@ from typing import Any
 import pytest
 
 from sglang_ext.bench.probe import ByRequest
-from sglang_ext.bench.throughput import (
-    condense,
-    drafters_of,
-    engine_arguments,
-    line_of,
-    prompt_tokens,
-    summarize,
-    verdict,
-)
+from sglang_ext.bench.throughput import drafters_of, engine_arguments, prompt_tokens
+from sglang_ext.bench.throughput_report import condense, line_of, summarize, verdict
 from sglang_ext.checkpoints import read_target
 from sglang_ext.command_line import Parser
 from sglang_ext.errors import UsageError
