@@ -43,7 +43,7 @@ def every_parser() -> list[argparse.ArgumentParser]:
 
 def test_help_says_what_every_option_is_and_its_default_once() -> None:
     parsers = every_parser()
-    assert len(parsers) == 5 + 4 + 2 + 10  # load test, single commands, benchmarks, stages
+    assert len(parsers) == 5 + 4 + 3 + 10  # load test, single commands, benchmarks, stages
     for parser in parsers:
         formatter = parser._get_formatter()
         for action in parser._actions:
