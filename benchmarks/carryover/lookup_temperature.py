@@ -3,7 +3,8 @@
 Second drafts as ``sglang-ext train lookup`` sees them, judged with the table that the drafter has. A DFlash draft is
 kept where it is the recorded token, which the target sampled. A DSpark draft is sampled itself: given the recorded
 token x, it was x and kept with probability min(1, q(x) / p(x)), q the drafter's distribution (with the bonus) and p the
-target's, so that the expected acceptance length needs no draws. Rounds count alike; intervals are over documents.
+target's, so that the expected acceptance length needs no draws. The first drafts, which make the rejected rows, are the
+likeliest tokens. Rounds count alike; intervals are over documents.
 
     sglang-ext train regenerate --target TARGET --held-out-greedy 0 --temperature 1 --limit 1 --out ANSWERS
     python benchmarks/carryover/lookup_temperature.py DRAFTER TARGET ANSWERS --temperature 1 --out FILE.json
@@ -146,9 +147,13 @@ def main() -> int:
         f"{found['gain']:+.1%} [{low:+.1%}, {high:+.1%}]"
     )
     if args.out:
-        about = {"command": shlex.join(["python", *sys.argv]), "environment": record.environment(), "interval": METHOD}
+        about = {
+            "command": shlex.join(["python", *sys.argv]),
+            "environment": record.environment(),
+            "interval": METHOD.replace("prompt", "document"),
+        }
         settings = {"kind": contract.kind, "table": list(contract.lookup), "temperature": args.temperature, **sizes}
-        settings |= {"second_drafts": len(document), "documents": len(steps), "batches": len(batches)}
+        settings |= {"answers": made, "second_drafts": len(document), "documents": len(steps), "batches": len(batches)}
         record.write(args.out, {**about, **settings, **found})
     return 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.settings import BENCH_PLAN
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An option's value, engine arguments as JSON; argparse says what is wrong with another one."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text} is no JSON object; write for example {{"page_size": 16}}')
+    return value
 
 
 def has_gpu() -> bool:

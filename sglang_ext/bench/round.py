@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--acceptance", type=float, default=4.0, help="forced tokens a round")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it, no measurement")
     parser.add_argument("--limit", type=float, default=900, help="seconds after which the engine is ended")
-    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of the engine")
+    parser.add_argument(
+        "--engine", type=process.json_object, default={}, metavar="JSON", help="more arguments of the engine"
+    )
     parser.add_argument(
         "--out",
         type=Path,

@@ -4,6 +4,9 @@ Two servers of the same code differ in speed by more than most methods do. Here 
 engine (``bench.probe.ByRequest``), and blocks of the same requests go to one after the other, there and back again, so
 that what a machine does to all of them cancels. A request is greedy and stays with its drafter from its prefill to its
 end; so many run at a time. Speed and acceptance are of the same blocks, hence what is kept of a gain is too.
+
+No draft shortens a prefill, nor do a last round's drafts beyond the answer's end count: a method that costs nothing
+keeps a little less than all, the more so the shorter the answers are.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from sglang_ext.checkpoints import DraftContract, TargetInfo, check, locate, rea
 from sglang_ext.errors import UsageError
 
 PLAIN = "plain"
+_COUNTS = ("requests", "cycles", "max_tokens", "limit")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32], metavar="C", help="requests at a time")
     add("--requests", type=int, default=24, help="of a block, at least four times as many as run at a time")
     add("--cycles", type=int, default=10, help="blocks that each drafter gets at each concurrency")
-    add("--max-tokens", type=int, default=64, help="longest answer")
+    add("--max-tokens", type=int, default=160, help="longest answer")
     add("--limit", type=float, default=900, help="seconds after which the engine is ended")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it, no measurement of a GPU's server")
-    add("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of the engine")
+    add("--engine", type=process.json_object, default={}, metavar="JSON", help="more arguments of the engine")
     add(
         "--out",
         type=Path,
@@ -59,9 +63,10 @@ def run(args: argparse.Namespace) -> int:
     """Start the engine in a process of its own, measure block by block, draw."""
     from sglang_ext.evaluation import record
 
-    for option, values in (("concurrency", args.concurrency), ("requests", [args.requests]), ("cycles", [args.cycles])):
-        if min(values) < 1:
-            raise UsageError(f"--{option} {min(values)} leaves nothing to measure; give at least 1.")
+    levels = list(dict.fromkeys(args.concurrency))
+    for option, least in (("concurrency", min(levels)), *((name, getattr(args, name)) for name in _COUNTS)):
+        if least < 1:
+            raise UsageError(f"--{option.replace('_', '-')} {least:g} leaves nothing to measure; give at least 1.")
     info = read_target(locate(args.target, weights=False))
     drafters = drafters_of(args.drafters, info)
     prompts = prompt_tokens(args.prompts, args.target)
@@ -93,21 +98,31 @@ def run(args: argparse.Namespace) -> int:
         job = {
             "engine": engine_arguments(args, info, drafters, prompts),
             "methods": list(drafters) or [PLAIN],
-            "levels": args.concurrency,
-            "requests": {level: max(args.requests, 4 * level) for level in args.concurrency},
+            "levels": levels,
+            "requests": {level: max(args.requests, 4 * level) for level in levels},
             "cycles": args.cycles,
             "prompts": prompts,
             "sampling": {"temperature": 0.0, "max_new_tokens": args.max_tokens},
+            "out": str(folder / "blocks.jsonl"),
         }
+        document["engine"] = job["engine"]
         job_file = folder / "job.json"
         job_file.write_text(json.dumps(job))
         with process.lines_of("sglang_ext.bench.throughput_engine", job_file, environment, args.limit) as lines:
-            _follow(lines, document, args.out)
+            _follow(lines, folder / "blocks.jsonl", document, args.out)
     if not document["rows"]:
         print("No cycle was measured; the engine's output above says why.", file=sys.stderr)
         return 1
     throughput_report.draw(document, args.out.with_suffix(".png"))
-    return 0 if len(document["blocks"]) == len(job["methods"]) * len(args.concurrency) * args.cycles else 1
+    asked = len(job["methods"]) * len(levels) * args.cycles
+    if len(document["blocks"]) == asked:
+        return 0
+    print(
+        f"{len(document['blocks'])} of {asked} blocks were measured; give a longer --limit or fewer --cycles, or read "
+        "above what the engine said.",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def drafters_of(paths: Sequence[Path], target: TargetInfo) -> dict[str, DraftContract]:
@@ -117,14 +132,22 @@ def drafters_of(paths: Sequence[Path], target: TargetInfo) -> dict[str, DraftCon
         contract = read_contract(locate(path))
         check(contract, target)
         first = next(iter(found.values()), contract)
-        if (contract.kind, contract.verify_width) != (first.kind, first.verify_width):
+        if _shared(contract) != _shared(first):
             raise UsageError(
-                f"{path} verifies {contract.verify_width} rows ({contract.kind}) and {first.path} {first.verify_width} "
-                f"({first.kind}), which cannot share an engine; measure them one after the other."
+                f"{path} ({_shared(contract)}) and {first.path} ({_shared(first)}) cannot share an engine; measure "
+                "them one after the other."
             )
-        same = sum(contract.path == other.path for other in found.values())
-        found[contract.path.name + (f"#{same + 1}" if same else "")] = contract
+        label, number = contract.path.name, 2
+        while label in found:
+            label, number = f"{contract.path.name}#{number}", number + 1
+        found[label] = contract
     return found
+
+
+def _shared(contract: DraftContract) -> str:
+    """What drafters of one engine have in common: the target's verify step, and the layers that it captures."""
+    layers = ", ".join(map(str, contract.target_layer_ids))
+    return f"{contract.kind}, {contract.verify_width} rows, features of layers {layers}"
 
 
 def prompt_tokens(paths: Sequence[Path], target: Path) -> list[list[int]]:
@@ -190,20 +213,21 @@ def engine_arguments(
     return arguments | args.engine
 
 
-def _follow(lines: Iterable[str], document: dict[str, Any], out: Path) -> None:
+def _follow(lines: Iterable[str], blocks: Path, document: dict[str, Any], out: Path) -> None:
     """Take the blocks as the engine's process ends them; a cycle counts once every drafter had its block."""
     from sglang_ext.evaluation import record
 
     pending: list[dict[str, Any]] = []
     methods = list(document["drafters"]) or [PLAIN]
-    said = 0
+    said = taken = 0
     for line in lines:
         word, _, rest = line.strip().partition(" ")
         if word == "READY_TO_MEASURE":
             document["start_seconds"] = float(rest)
             print(f"engine with {', '.join(methods)} started in {float(rest):.0f} s", flush=True)
-        elif word == "BLOCK":
-            pending.append(json.loads(rest))
+        elif word == "BLOCK_DONE":
+            taken += 1
+            pending.append(json.loads(blocks.read_text().splitlines()[taken - 1]))
             if len(pending) < len(methods):
                 continue
             document["blocks"] += throughput_report.condense(pending, methods[0])

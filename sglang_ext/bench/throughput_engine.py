@@ -41,7 +41,9 @@ def main(path: str) -> None:
             for name in job["methods"] if cycle % 2 == 0 else reversed(job["methods"]):
                 found = block(name, f"{concurrency}-{cycle}", concurrency, prompts)
                 about = {"method": name, "concurrency": concurrency, "cycle": cycle}
-                print("BLOCK", json.dumps(about | found), flush=True)
+                with Path(job["out"]).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(about | found) + "\n")
+                print("BLOCK_DONE", flush=True)
     engine.shutdown()
 
 

@@ -65,6 +65,7 @@ def summarize(blocks: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[
                 "cycles": len(cycles),
                 "requests": int(sums["requests"][0]),
                 "tokens": int(sums["tokens"][0]),
+                "steps": int(sums["steps"][0]),
                 "tokens_per_second": float(speed[0]),
                 "acceptance_length": float(length[0]),
                 "same_answers": float(sums["same"][0] / sums["requests"][0]),

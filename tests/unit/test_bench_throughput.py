@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_fixtures import edit_config
 
+from sglang_ext import cli
 from sglang_ext.bench.probe import ByRequest
 from sglang_ext.bench.throughput import drafters_of, engine_arguments, prompt_tokens
 from sglang_ext.bench.throughput_report import condense, line_of, summarize, verdict
@@ -88,16 +92,52 @@ def test_a_batch_goes_to_the_worker_that_its_requests_name():
     assert worker.forward_batch_generation(Batch(), 9)[0] == "a"
 
 
-def test_drafters_of_one_engine():
+def test_drafters_of_one_engine(tmp_path):
     target = read_target(MODELS / "dense-target")
     drafters = drafters_of(
         [MODELS / name for name in ("dflash-dense", "carryover-dflash-dense", "dflash-dense")], target
     )
     assert list(drafters) == ["dflash-dense", "carryover-dflash-dense", "dflash-dense#2"]
-    with pytest.raises(UsageError, match="cannot share an engine"):
+    with pytest.raises(
+        UsageError, match=r"\(dspark, 8 rows, .*\) and .* \(dflash, 8 rows, .*\) cannot share an engine"
+    ):
         drafters_of([MODELS / "dflash-dense", MODELS / "dspark-dense"], target)
     with pytest.raises(UsageError, match="dspark-hybrid"):
         drafters_of([MODELS / "dspark-hybrid"], target)
+    for place in ("a", "b"):
+        shutil.copytree(MODELS / "dspark-dense", tmp_path / place / "drafter")
+    edit_config(tmp_path / "b/drafter", block_size=5)
+    two = [tmp_path / "a/drafter", MODELS / "dspark-dense", tmp_path / "a/drafter", tmp_path / "a/../a/drafter"]
+    assert list(drafters_of(two, target)) == ["drafter", "dspark-dense", "drafter#2", "drafter#3"]
+    with pytest.raises(UsageError, match=r"6 rows.* and .*8 rows"):
+        drafters_of([tmp_path / "a/drafter", tmp_path / "b/drafter"], target)
+    config = json.loads((MODELS / "dspark-dense/config.json").read_text())
+    ids = config["dflash_config"]["target_layer_ids"]
+    other = [ids[0] + 1 if ids[0] + 1 not in ids else ids[0] - 1, *ids[1:]]
+    edit_config(
+        tmp_path / "b/drafter", block_size=7, dflash_config={**config["dflash_config"], "target_layer_ids": other}
+    )
+    with pytest.raises(UsageError, match="features of layers"):
+        drafters_of([tmp_path / "a/drafter", tmp_path / "b/drafter"], target)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--engine [1]", "[1] is no JSON object"),
+        ("--engine {a", "{a is no JSON object"),
+        ("--max-tokens 0", "--max-tokens 0 leaves nothing to measure"),
+        ("--limit 0", "--limit 0 leaves nothing"),
+        ("--concurrency 4 0", "--concurrency 0 leaves nothing"),
+    ],
+)
+def test_wrong_use_is_refused_in_a_sentence(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    target = str(MODELS / "dense-target")
+    try:
+        code = cli.main(["bench", "throughput", target, "--device", "cpu", *words.split()])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["dense", "hybrid"])
