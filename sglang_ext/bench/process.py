@@ -56,6 +56,9 @@ def with_plan(path: Path) -> dict[str, str]:
 @contextlib.contextmanager
 def lines_of(module: str, job: Path, environment: dict[str, str], limit: float) -> Iterator[Iterable[str]]:
     """Run ``python -m module job`` and give its output's lines; it ends with the block, or after ``limit`` seconds."""
+    from sglang_ext.evaluation.servers import interrupt_on_terminate
+
+    interrupt_on_terminate()
     command = [sys.executable, "-m", module, str(job)]
     process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True)
     timer = threading.Timer(limit, _end, [process])
