@@ -3,15 +3,18 @@
     python benchmarks/gpu/lookup_kernels.py --out benchmarks/gpu/lookup-kernels-h200.json
 
 ``look_up`` chooses a whole DFlash block of every request in one launch. ``follow_and_raise`` prepares one draft of a
-DSpark block, in place in the Markov head's bias over the vocabulary: a block takes one for each draft.
+DSpark block, in place in the Markov head's bias over the vocabulary: a block takes one for each draft. ``argmax`` over
+a verify step's logits in float32, of one request and of all, is what a DSpark round takes besides.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +73,13 @@ def time_kernels(slots: torch.Tensor, rounds: torch.Tensor, table: torch.Tensor)
     graph.replay()
     assert torch.equal(chosen, lookup.look_up(*block, verified, table))
     bias, matched = torch.randn(REQUESTS, VOCABULARY, dtype=torch.bfloat16), verified.begin().to(torch.int32)
-    forms = {
+    forms: dict[str, Callable[[], Any]] = {
         "look_up": lambda: lookup_kernels.look_up(*block, rounds, slots, table),
         "follow_and_raise": lambda: lookup_kernels.follow_and_raise(bias, matched, block[2], 3, rounds, slots, table),
     }
+    for requests in (1, REQUESTS):
+        logits = torch.randn(requests * WIDTH, VOCABULARY)
+        forms[f"argmax_{requests}"] = functools.partial(torch.argmax, logits, -1)
     return {name: round(1e3 * triton.testing.do_bench_cudagraph(form), 2) for name, form in forms.items()}
 
 
