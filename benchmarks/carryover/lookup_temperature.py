@@ -33,7 +33,7 @@ from sglang_ext.training.export import read_shape
 from sglang_ext.training.features import TargetFeatures
 from sglang_ext.training.lookup import lookup_prompts, observer
 from sglang_ext.training.lookup_fit import accepted, drafts_with, weights
-from sglang_ext.training.lookup_rounds import OtherPrompts, Rounds, SecondDrafts
+from sglang_ext.training.lookup_rounds import OtherPrompts, Rounds, SecondDrafts, number_documents
 from sglang_ext.training.targets_model import load_target
 
 
@@ -117,9 +117,7 @@ def main() -> int:
             inputs = batches[number]
             with torch.no_grad():
                 sampled.append(Sampled.of(watching.rounds(inputs), features, args.temperature))
-            rows = zip(inputs["input_ids"], inputs["lengths"], strict=True)
-            texts = [numbers.setdefault(ids[:length].numpy().tobytes(), len(numbers)) for ids, length in rows]
-            names.append(torch.tensor(texts)[sampled[-1].seen.document])
+            names.append(number_documents(inputs, numbers)[sampled[-1].seen.document])
             if number % 25 == 24:
                 print(f"batch {number + 1} of {len(batches)}", flush=True)
     document = torch.cat(names)

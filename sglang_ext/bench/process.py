@@ -35,6 +35,23 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
+def on_device(device: str, arguments: dict[str, Any], batch_sizes: Iterable[int]) -> dict[str, Any]:
+    """Arguments of ``sglang.Engine`` with what each device needs; decode graphs are of these batch sizes alone."""
+    if device == "cpu":
+        from sglang_ext import cpu
+
+        return {**cpu.SERVER_DEFAULTS, **arguments}
+    return arguments | {
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        "cuda_graph_bs_decode": sorted(set(batch_sizes)),  # each takes every drafter's worker time
+        "disable_prefill_cuda_graph": True,
+        "mem_fraction_static": 0.85,
+    }
+
+
 def environment(device: str, **more: str) -> dict[str, str]:
     """This process's environment for an engine in which more workers than SGLang's are built."""
     found = {

@@ -148,8 +148,6 @@ def engine_arguments(
     args: argparse.Namespace, methods: Sequence[str], cells: Sequence[tuple[int, int]], paths: dict[str, Path]
 ) -> dict[str, Any]:
     """Arguments of ``sglang.Engine``: pools just large enough, graphs of the measured batch sizes."""
-    from sglang_ext import cpu
-
     more = new_tokens(args, methods) + 128
     batch = max(batch for batch, _ in cells)
     arguments: dict[str, Any] = {
@@ -163,20 +161,9 @@ def engine_arguments(
         "random_seed": 1,
         "log_level": "info",
     }
-    if args.device == "cpu":
-        arguments = {**cpu.SERVER_DEFAULTS, **arguments, "max_mamba_cache_size": 4 * batch}
-    else:
-        arguments |= {
-            "attention_backend": "triton",
-            "sampling_backend": "pytorch",
-            "grammar_backend": "none",
-            "skip_server_warmup": True,
-            "cuda_graph_bs_decode": sorted({batch for batch, _ in cells}),
-            "disable_prefill_cuda_graph": True,
-            "mem_fraction_static": 0.85,
-        }
-        if "linear_num_value_heads" in SHAPES[args.shape].target:
-            arguments["max_mamba_cache_size"] = batch + 1
+    arguments = process.on_device(args.device, arguments, (batch for batch, _ in cells))
+    if "linear_num_value_heads" in SHAPES[args.shape].target:
+        arguments["max_mamba_cache_size"] = 4 * batch if args.device == "cpu" else batch + 1
     if methods[0] != "AR":
         arguments |= {"speculative_algorithm": methods[0], "speculative_draft_model_path": str(paths[methods[0]])}
     return arguments | args.engine

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        (blocks := folder / "blocks.jsonl").touch()
         environment = process.environment(args.device)
         if drafters:
             plan = folder / "plan.json"
@@ -103,13 +104,14 @@ def run(args: argparse.Namespace) -> int:
             "cycles": args.cycles,
             "prompts": prompts,
             "sampling": {"temperature": 0.0, "max_new_tokens": args.max_tokens},
-            "out": str(folder / "blocks.jsonl"),
+            "out": str(blocks),
         }
         document["engine"] = job["engine"]
         job_file = folder / "job.json"
         job_file.write_text(json.dumps(job))
-        with process.lines_of("sglang_ext.bench.throughput_engine", job_file, environment, args.limit) as lines:
-            _follow(lines, folder / "blocks.jsonl", document, args.out)
+        engine = process.lines_of("sglang_ext.bench.throughput_engine", job_file, environment, args.limit)
+        with blocks.open(encoding="utf-8") as measured, engine as lines:
+            _follow(lines, measured, document, args.out)
     if not document["rows"]:
         print("No cycle was measured; the engine's output above says why.", file=sys.stderr)
         return 1
@@ -176,8 +178,6 @@ def engine_arguments(
     prompts: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     """Arguments of ``sglang.Engine``: pools for what runs at a time, so that every drafter's own find room."""
-    from sglang_ext import cpu
-
     most = max(args.concurrency)
     longest = max(map(len, prompts)) + args.max_tokens
     first = next(iter(drafters.values()), None)
@@ -191,18 +191,7 @@ def engine_arguments(
         "random_seed": 1,
         "log_level": "warning",
     }
-    if args.device == "cpu":
-        arguments = {**cpu.SERVER_DEFAULTS, **arguments}
-    else:
-        arguments |= {
-            "attention_backend": "triton",
-            "sampling_backend": "pytorch",
-            "grammar_backend": "none",
-            "skip_server_warmup": True,
-            "cuda_graph_bs_decode": sorted({1, min(2, most), *range(4, most, 4), most}),  # each takes time
-            "disable_prefill_cuda_graph": True,
-            "mem_fraction_static": 0.8,
-        }
+    arguments = process.on_device(args.device, arguments, (1, min(2, most), *range(4, most, 4), most))
     if target.recurrent_layers:
         arguments["max_mamba_cache_size"] = 2 * most + 2
     if first is not None:
@@ -213,21 +202,20 @@ def engine_arguments(
     return arguments | args.engine
 
 
-def _follow(lines: Iterable[str], blocks: Path, document: dict[str, Any], out: Path) -> None:
-    """Take the blocks as the engine's process ends them; a cycle counts once every drafter had its block."""
+def _follow(lines: Iterable[str], blocks: TextIO, document: dict[str, Any], out: Path) -> None:
+    """Take the blocks, a line each, as the engine ends them; a cycle counts once every drafter had its block."""
     from sglang_ext.evaluation import record
 
     pending: list[dict[str, Any]] = []
     methods = list(document["drafters"]) or [PLAIN]
-    said = taken = 0
+    said = 0
     for line in lines:
         word, _, rest = line.strip().partition(" ")
         if word == "READY_TO_MEASURE":
             document["start_seconds"] = float(rest)
             print(f"engine with {', '.join(methods)} started in {float(rest):.0f} s", flush=True)
         elif word == "BLOCK_DONE":
-            taken += 1
-            pending.append(json.loads(blocks.read_text().splitlines()[taken - 1]))
+            pending.append(json.loads(blocks.readline()))
             if len(pending) < len(methods):
                 continue
             document["blocks"] += throughput_report.condense(pending, methods[0])

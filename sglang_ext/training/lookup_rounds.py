@@ -92,6 +92,13 @@ def lookup_entries(verified: VerifiedRound, anchor: Tensor, written: Tensor) -> 
     return torch.stack(entries, 1)
 
 
+def number_documents(inputs: dict[str, Tensor], numbers: dict[bytes, int]) -> Tensor:
+    """The number of each row's document [R]; one that came before keeps the number that it got in ``numbers``."""
+    rows = zip(inputs["input_ids"], inputs["lengths"], strict=True)
+    texts = [ids[:length].numpy().tobytes() for ids, length in rows]
+    return torch.tensor([numbers.setdefault(text, len(numbers)) for text in texts])
+
+
 class Rounds(NamedTuple):
     """N rounds of a batch: what was verified, and the second drafts behind it with all their logits."""
 
@@ -147,14 +154,12 @@ class Observer:
     def gather(self, batches: AnchorBatches) -> SecondDrafts:
         """Second drafts of all batches, on the CPU; says now and then how far it is."""
         device = self.drafter.fc.weight.device
-        numbers: dict[bytes, int] = {}  # a document that comes again keeps its number
+        numbers: dict[bytes, int] = {}
         parts: list[SecondDrafts] = []
         began = said = time.monotonic()
         for number in range(len(batches)):
             inputs = batches[number]
-            rows = zip(inputs["input_ids"], inputs["lengths"], strict=True)
-            texts = [ids[:length].numpy().tobytes() for ids, length in rows]
-            document = torch.tensor([numbers.setdefault(text, len(numbers)) for text in texts])
+            document = number_documents(inputs, numbers)
             seen = self.observe({name: value.to(device) for name, value in inputs.items()})
             parts.append(replace(seen, document=document[seen.document]))
             now = time.monotonic()
