@@ -183,7 +183,16 @@ class Tuning:
         }  # fmt: skip
 
 
-TUNING = Tuning()
+FEW = Tuning()
+"""Each program as quick as can be: there are too few of them to fill the device."""
+MANY = Tuning(rows=16, stages=3, warps=1, precision="sums")
+"""Most bytes under way: one warp needs no sums across warps, and its next tiles load while it adds up one."""
+_MANY_FROM = 1024  # programs: requests x sources x heads
+
+
+def served(requests: int, sources: int, heads: int, rank: int) -> Tuning:
+    """The way that is quickest for so many states of one batch; the products' cost of MANY grows with the rank."""
+    return MANY if requests * sources * heads >= _MANY_FROM and rank <= 8 else FEW
 
 
 def reduce_states(
@@ -192,7 +201,7 @@ def reduce_states(
     request_slots: Tensor,
     value_down: Tensor,
     key_down: Tensor,
-    tuning: Tuning = TUNING,
+    tuning: Tuning | None = None,
 ) -> Tensor:
     """Reduced states M^ [bs, L, HV, r_v, r_k] (float32) straight from the pool.
 
@@ -201,9 +210,10 @@ def reduce_states(
         layers: [L] int64 on the device, ``states.layers``.
         request_slots: [bs] request slots.
         value_down, key_down: the reader's, [L, HV, r_v, V] and [L, HV, r_k, K], float32.
-        tuning: changes the speed only.
+        tuning: changes the speed only; by default what :func:`served` says.
     """
     sources, heads, rank_v, _ = value_down.shape
+    tuning = tuning or served(request_slots.shape[0], sources, heads, max(rank_v, key_down.shape[2]))
     out = value_down.new_empty(request_slots.shape[0], sources, heads, rank_v, key_down.shape[2])
     _reduce_kernel[(request_slots.shape[0], sources, heads)](
         states.temporal, states.state_slots, request_slots, layers, value_down, key_down, out,
@@ -219,7 +229,7 @@ def read_states(
     value_down: Tensor,
     key_down: Tensor,
     queries: Tensor,
-    tuning: Tuning = TUNING,
+    tuning: Tuning | None = None,
 ) -> Tensor:
     """``reduce_states`` and ``read_reduced`` in one launch, for a drafter of which one layer reads.
 
@@ -231,6 +241,7 @@ def read_states(
     """
     sources, heads, rank_v, _ = value_down.shape
     anchors, rows, _, query_heads, _ = queries.shape
+    tuning = tuning or served(anchors, sources, heads, max(rank_v, key_down.shape[2]))
     out = queries.new_empty(anchors, rows, sources, heads, rank_v)
     launch: dict[str, Any] = {"launch_pdl": True} if tuning.early else {}
     _read_states_kernel[(anchors, sources, heads)](
