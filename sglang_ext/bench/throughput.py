@@ -20,8 +20,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
 from sglang_ext.bench import process, throughput_report
 from sglang_ext.checkpoints import DraftContract, TargetInfo, check, locate, read_contract, read_target
 from sglang_ext.errors import UsageError
@@ -153,17 +151,15 @@ def _shared(contract: DraftContract) -> str:
 
 
 def prompt_tokens(paths: Sequence[Path], target: Path) -> list[list[int]]:
-    """First turns of the prompts as the target's chat template makes them, in an order that mixes their categories."""
+    """First turns of the prompts as the target's chat template makes them."""
     from transformers import AutoTokenizer
 
     from sglang_ext.evaluation.prompts import read_prompts
 
-    prompts = read_prompts(paths)
     tokenizer = AutoTokenizer.from_pretrained(str(target))
-    order = np.random.default_rng(0).permutation(len(prompts))
     found = []
-    for index in order:
-        text = prompts[index].text
+    for prompt in read_prompts(paths):
+        text = prompt.text
         if tokenizer.chat_template:
             message = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)

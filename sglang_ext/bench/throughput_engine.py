@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,9 @@ def main(path: str) -> None:
             block(name, f"warm-{concurrency}", concurrency, prompts)
     print("READY_TO_MEASURE", seconds, flush=True)
     for concurrency in job["levels"]:
-        size, taken = job["requests"][str(concurrency)], 0
+        size, order = job["requests"][str(concurrency)], _places(len(job["prompts"]), concurrency)
         for cycle in range(job["cycles"]):
-            prompts = [job["prompts"][(taken + index) % len(job["prompts"])] for index in range(size)]
-            taken += size
+            prompts = [job["prompts"][next(order)] for _ in range(size)]
             for name in job["methods"] if cycle % 2 == 0 else reversed(job["methods"]):
                 found = block(name, f"{concurrency}-{cycle}", concurrency, prompts)
                 about = {"method": name, "concurrency": concurrency, "cycle": cycle}
@@ -45,6 +45,14 @@ def main(path: str) -> None:
                     file.write(json.dumps(about | found) + "\n")
                 print("BLOCK_DONE", flush=True)
     engine.shutdown()
+
+
+def _places(prompts: int, seed: int) -> Iterator[int]:
+    """Places of prompts without end, each pass in an order of its own: which answers end together decides how many
+    prefills fall between a block's rounds, so a block that came again in the same order would be no new measurement."""
+    draw = random.Random(seed)
+    while True:
+        yield from draw.sample(range(prompts), prompts)
 
 
 async def _block(

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from sglang_ext.evaluation.bootstrap import interval, resample
+
 AIM = 0.95
 """Of the acceptance gain that should arrive as speed."""
 FEWEST = 6  # cycles that an interval is made of
@@ -38,11 +40,10 @@ def summarize(blocks: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[
     """A row for each concurrency and method; figures over the first method's pair the blocks of each cycle.
 
     ``speed_up`` is a ratio of tokens per second, ``acceptance_gain`` one of acceptance lengths, ``kept`` the one over
-    the other. Intervals are 95 % percentile bootstraps over cycles, the same draws for all of a row's figures; None
-    for fewer than ``FEWEST`` cycles.
+    the other. At one request at a time rows also have ``round_ms``, ``prefill_ms`` and, over the first method's,
+    ``round_ratio``. Intervals are 95 % percentile bootstraps over cycles, the same draws for all of a row's figures;
+    None for fewer than ``FEWEST`` cycles.
     """
-    from sglang_ext.evaluation.bootstrap import interval, resample
-
     rows = []
     for level in dict.fromkeys(block["concurrency"] for block in blocks):
         here = [block for block in blocks if block["concurrency"] == level]
@@ -78,7 +79,37 @@ def summarize(blocks: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[
                     row[key] = {"value": float(values[0]), "interval": bounds}
                 row["aim"] = verdict(row["kept"]["interval"])
             rows.append(row)
+        if level == 1:
+            _add_rounds(rows[-len(methods) :], here, draws)
     return rows
+
+
+def _add_rounds(rows: Sequence[dict[str, Any]], blocks: Sequence[dict[str, Any]], draws: np.ndarray) -> None:
+    """Add what a round and a prefill take, where requests run one by one.
+
+    A block's seconds are its requests' prefills, of which no draft spares any, and its verify steps' rounds: the least
+    squares over all blocks give one time of a prefill, its request's way through the engine included, and one of each
+    method's round. Nothing is added where blocks differ too little in their steps to tell the two apart.
+    """
+    names = [row["method"] for row in rows]
+    cycles = sorted({block["cycle"] for block in blocks})
+    normal, right = np.zeros((len(cycles), len(names) + 1, len(names) + 1)), np.zeros((len(cycles), len(names) + 1))
+    for block in blocks:
+        parts = np.zeros(len(names) + 1)
+        parts[-1], parts[names.index(block["method"])] = block["requests"], block["steps"]
+        normal[cycles.index(block["cycle"])] += np.outer(parts, parts)
+        right[cycles.index(block["cycle"])] += parts * block["seconds"]
+    if np.linalg.matrix_rank(normal.sum(0)) <= len(names):
+        return
+    # A draw of one cycle alone cannot tell them apart either, and gets the least solution.
+    solved = np.linalg.pinv(np.tensordot(draws, normal, 1), hermitian=True) @ (draws @ right)[..., None]
+    times = 1000 * solved[..., 0]
+    for row, of_method in zip(rows, times.T, strict=False):
+        ratio = of_method / times[:, 0]
+        row |= {"round_ms": float(of_method[0]), "prefill_ms": float(times[0, -1])}
+        if row is not rows[0]:
+            bounds = interval(ratio[1:]) if len(cycles) >= FEWEST else None
+            row["round_ratio"] = {"value": float(ratio[0]), "interval": bounds}
 
 
 def verdict(interval: Sequence[float] | None) -> str:
@@ -98,6 +129,10 @@ def line_of(row: dict[str, Any]) -> str:
     if "kept" in row:
         text += f"; speed {_times(row['speed_up'])}, acceptance {_times(row['acceptance_gain'])}, "
         text += f"kept {_times(row['kept'])}: {row['aim']}; {row['same_answers']:.0%} of the answers are the same"
+    if "round_ms" in row:
+        text += f"; a round {row['round_ms']:.2f} ms"
+        text += f", {_times(row['round_ratio'])} of the first's" if "round_ratio" in row else ""
+        text += f", a prefill {row['prefill_ms']:.1f} ms"
     return text
 
 

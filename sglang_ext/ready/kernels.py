@@ -187,7 +187,7 @@ FEW = Tuning()
 """Each program as quick as can be: there are too few of them to fill the device."""
 MANY = Tuning(rows=16, stages=3, warps=1, precision="sums")
 """Most bytes under way: one warp needs no sums across warps, and its next tiles load while it adds up one."""
-_MANY_FROM = 1024  # programs: requests x sources x heads
+_MANY_FROM = 768  # programs: requests x sources x heads
 
 
 def served(requests: int, sources: int, heads: int, rank: int) -> Tuning:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16-states": {**SQUARE, "state_dtype": torch.bfloat16},
     "bf16-queries": {**SQUARE, "query_dtype": torch.bfloat16},
     "tuned-sums": {**SQUARE, "value_dim": 128, "key_dim": 128, "tuning": {"precision": "sums", "rows": 32}},
-    "tuned-one-warp": {**SQUARE, "value_dim": 64, "tuning": {"precision": "sums", "rows": 16, "stages": 3, "warps": 1}},
+    "tuned-one-warp": {**SQUARE, "value_dim": 64, "key_dim": 64, "tuning": asdict(kernels.MANY)},
     "tuned-odd": {**SMALL, "tuning": {"precision": "sums", "eviction": ""}},
 }
 LARGE = {"value_heads": 48, "value_dim": 128, "key_dim": 128, "rank_k": 8, "rank_v": 8, "query_dtype": torch.bfloat16}

@@ -50,6 +50,27 @@ def test_few_cycles_have_no_interval():
     assert rows[1]["kept"] == {"value": pytest.approx(2.0), "interval": None} and rows[1]["aim"] == "open"
 
 
+def test_one_by_one_a_round_and_a_prefill_are_told_apart():
+    """80 ms a request and 6 ms a round; ours takes 6.12, and the prefills hide a part of its gain."""
+    taken = [246, 384, 292, 439, 339, 364]
+    made = [
+        {"method": name, "concurrency": 1, "requests": 8, "tokens": 900, "steps": steps, "same": 8, "cycle": cycle}
+        | {"seconds": 8 * 0.080 + steps * each, "accepted": 900 - steps}
+        for cycle, base in enumerate(taken)
+        for name, steps, each in (("stock", base, 0.006), ("ours", int(0.9 * base), 0.00612))
+    ]
+    first, second = summarize(made, ["stock", "ours"])
+    assert first["round_ms"] == pytest.approx(6) and second["round_ms"] == pytest.approx(6.12)
+    assert first["prefill_ms"] == second["prefill_ms"] == pytest.approx(80)
+    ratio = second["round_ratio"]
+    assert ratio["value"] == pytest.approx(1.02) and ratio["interval"] == pytest.approx((1.02, 1.02))
+    assert "round_ratio" not in first and second["kept"]["value"] < 1 / 1.02
+    assert line_of(first).endswith("; a round 6.00 ms, a prefill 80.0 ms")
+    assert "a round 6.12 ms, 1.020 [1.020, 1.020] of the first's" in line_of(second)
+    same = [block | {"steps": 300} for block in made]  # then nothing tells them apart
+    assert all("round_ms" not in row for row in summarize(same, ["stock", "ours"]))
+
+
 @pytest.mark.parametrize(
     ("interval", "said"), [((0.95, 1.1), "met"), ((0.7, 0.949), "missed"), ((0.9, 0.96), "open"), (None, "open")]
 )

@@ -1,0 +1,57 @@
+"""``benchmarks/gpu/heavier.py``: more work, the same function; and its drafters fit it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.checkpoints import check, read_contract, read_target
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def heavier() -> Any:
+    spec = importlib.util.spec_from_file_location("heavier", ROOT / "benchmarks/gpu/heavier.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_more_work_computes_the_same(heavier: Any, tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    given, drafter = ROOT / f"models/{name}-target", ROOT / f"models/dspark-{name}"
+    words = ["--layers", "12", "--width", "900", "--drafters", str(drafter), "--out", str(tmp_path)]
+    heavier.main([str(given), *words])
+    made = tmp_path / f"{name}-target"
+    ids = torch.randint(4, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
+    found, weights = [], []
+    for path in (given, made):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            found.append(model(ids, output_hidden_states=True))
+        weights.append(sum(parameter.numel() for parameter in model.parameters()))
+    assert weights[1] > 2 * weights[0]
+    trained, more = found
+    assert len(more.hidden_states) == 13 and (trained.logits - more.logits).abs().max() < 1e-3 < trained.logits.std()
+    features = read_contract(drafter).target_layer_ids
+    for layer in features:
+        expected = trained.hidden_states[layer + 1]
+        assert (more.hidden_states[layer + 1] - expected).abs().max() < 1e-3 * expected.abs().max()
+    contract = read_contract(tmp_path / drafter.name)
+    check(contract, read_target(made))
+    assert contract.target_layer_ids == features and contract.num_target_layers == 12
+
+
+def test_less_work_is_refused(heavier: Any, tmp_path: Path) -> None:
+    words = [str(ROOT / "models/hybrid-target"), "--layers", "10", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match="no multiple of its period of 4; give larger numbers"):
+        heavier.main(words)
+    assert not list(tmp_path.iterdir())
