@@ -159,9 +159,10 @@ def draw(document: dict[str, Any], path: Path) -> None:
             continue
         shift = (compared.index(method) - (len(compared) - 1) / 2) * 0.7 / len(compared)
         for place, row in zip(places, mine, strict=True):
-            value, bounds = row["kept"]["value"], row["kept"]["interval"] or (row["kept"]["value"],) * 2
-            errors = [[max(value - bounds[0], 0)], [max(bounds[1] - value, 0)]]
-            panels[1].errorbar(place + shift, value, errors, fmt="o", ms=4, capsize=3, color=f"C{number}")
+            value, bounds = row["kept"]["value"], row["kept"]["interval"]
+            errors = [[max(value - bounds[0], 0)], [max(bounds[1] - value, 0)]] if bounds else None
+            look = {"color": f"C{number}", "mfc": f"C{number}" if bounds else "white"}
+            panels[1].errorbar(place + shift, value, errors, fmt="o", ms=4, capsize=3, **look)
     panels[0].set(ylabel="tokens per second", ylim=(0, None))
     for axes in panels:
         axes.set_xticks(range(len(levels)), [str(level) for level in levels])
@@ -171,8 +172,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
     if compared:
         panels[1].axhline(1, color="0.6", linewidth=0.8)
         panels[1].axhline(AIM, color="0.4", linewidth=1, linestyle="--")
-        panels[1].set_ylabel(f"speed-up / acceptance gain over {methods[0]}", fontsize=9)
-        panels[1].set_title(f"kept (dashed: the aim, {AIM})", fontsize=10)
+        panels[1].set_ylabel(f"speed-up / acceptance gain over\n{methods[0]}", fontsize=9)
+        panels[1].set_title(f"kept (dashed: the aim, {AIM}; hollow: too few cycles for an interval)", fontsize=9)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8)
     figure.supxlabel(f"{Path(document['target']).name} on {document['environment']['device']}", fontsize=8)
     figure.savefig(path, dpi=120)
