@@ -50,20 +50,33 @@ def test_kernels_compile_for_hopper_and_blackwell(capability: int) -> None:
     reduce_types |= {f"stride_{axis}": "i64" for axis in ("layer", "slot", "head", "value", "key")}
     reduce_shape = {"HEADS": 48, "V": 128, "K": 128, "RV": 8, "RK": 8, "BV": 64, "BK": 128, "BRV": 16, "BRK": 16}
     reduce_shape |= {"STAGES": 1, "PRECISION": "tf32x3", "EVICTION": "evict_first"}
-    sums = {"PRECISION": "sums", "EVICTION": "", "QUERY_HEADS": 48, "EARLY": False}
-    sums |= dict.fromkeys(("BRV", "BRK", "BROWS"), 8)
+    many = {"PRECISION": kernels.MANY.precision, "BV": kernels.MANY.rows, "STAGES": kernels.MANY.stages}
+    many |= {"QUERY_HEADS": 48, "EARLY": False} | dict.fromkeys(("BRV", "BRK", "BROWS"), 8)
     fused_types = {**reduce_types, "queries": "*bf16", "out": "*bf16", "rows": "i32"}
     read_types = {"queries": "*bf16", "reduced": "*fp32", "out": "*bf16", "rows_per_request": "i32", "eps": "fp32"}
     read_shape = {"HEADS": 48, "QUERY_HEADS": 48, "PAIRS": 96, "RV": 8, "RK": 8, "BP": 64, "BRV": 8, "BRK": 8}
-    for kernel, types, shape in (
-        (kernels._reduce_kernel, reduce_types, reduce_shape),
-        (kernels._read_kernel, read_types, read_shape),
-        (kernels._read_states_kernel, fused_types, reduce_shape | {"QUERY_HEADS": 48, "BROWS": 16, "EARLY": True}),
-        (kernels._read_states_kernel, fused_types, reduce_shape | sums),
+    for kernel, types, shape, warps in (
+        (kernels._reduce_kernel, reduce_types, reduce_shape, 4),
+        (kernels._read_kernel, read_types, read_shape, 4),
+        (kernels._read_states_kernel, fused_types, reduce_shape | {"QUERY_HEADS": 48, "BROWS": 16, "EARLY": True}, 4),
+        (kernels._read_states_kernel, fused_types, reduce_shape | many, kernels.MANY.warps),
     ):
         names = [*types, *shape]
         assert sorted(names) == sorted(kernel.arg_names)
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         source = ASTSource(fn=kernel, signature=signature, constexprs=shape)
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
         assert f"sm_{capability}" in made.asm["ptx"] and len(made.asm["cubin"]) > 1000
+
+
+def test_the_way_follows_how_many_states_are_read():
+    """At the shape of a 27 B target from eight requests on, for few ranks."""
+    from sglang_ext.ready import kernels
+
+    assert [kernels.served(requests, 2, 48, 8) is kernels.MANY for requests in (1, 4, 8, 64)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert kernels.served(64, 2, 48, 32) is kernels.FEW
