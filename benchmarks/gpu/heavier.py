@@ -27,16 +27,28 @@ _LAYERS = "model.layers."
 _ADDS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")  # what a layer adds to its input is their product
 
 
+def refusal(target: Path, layers: int, width: int) -> str | None:
+    """Why the target cannot become so many layers of that width; None where it can."""
+    config = json.loads((target / "config.json").read_text())
+    trained, narrow, period = config["num_hidden_layers"], config["intermediate_size"], period_of(config)
+    if layers >= trained and layers % period == 0 and width >= narrow:
+        return None
+    return (
+        f"{layers} layers of width {width} are fewer or narrower than the target's {trained} of {narrow}, or no "
+        f"multiple of its period of {period} layers; give larger numbers"
+    )
+
+
+def period_of(config: dict[str, Any]) -> int:
+    """After how many layers the kinds of layers come again."""
+    return int(config.get("full_attention_interval", 1))
+
+
 def write_target(target: Path, out: Path, layers: int, width: int, device: str) -> int:
     """Write the heavier target to ``out``, a file a layer; returns its number of weights."""
     config = json.loads((target / "config.json").read_text())
     trained, given = int(config["num_hidden_layers"]), load_file(target / "model.safetensors")
-    period = int(config.get("full_attention_interval", 1))
-    if layers < trained or layers % period or width < config["intermediate_size"]:
-        raise SystemExit(
-            f"heavier: {layers} layers of width {width} are no more than the target's {trained} of "
-            f"{config['intermediate_size']}, or no multiple of its period of {period}; give larger numbers."
-        )
+    period = period_of(config)
     out.mkdir(parents=True)
     for file in target.iterdir():
         if file.name.startswith(("tokenizer", "generation_config")):
@@ -100,6 +112,12 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--width", type=int, default=393_216, help="of its MLPs")
     add("--out", type=Path, required=True, help="folder for the target and the drafters, each under its own name")
     args = parser.parse_args(words)
+    why = refusal(args.target, args.layers, args.width)
+    taken = [str(place) for path in (args.target, *args.drafters) if (place := args.out / path.name).exists()]
+    if why is None and taken:
+        why = f"{', '.join(taken)} would be overwritten; name another --out"
+    if why is not None:
+        parser.error(why)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = write_target(args.target, args.out / args.target.name, args.layers, args.width, device)
     for drafter in args.drafters:

@@ -28,9 +28,9 @@ def test_more_work_computes_the_same(heavier: Any, tmp_path: Path, name: str) ->
     from transformers import AutoModelForCausalLM
 
     given, drafter = ROOT / f"models/{name}-target", ROOT / f"models/dspark-{name}"
-    words = ["--layers", "12", "--width", "900", "--drafters", str(drafter), "--out", str(tmp_path)]
+    words = ["--layers", "12", "--width", "900", "--drafters", str(drafter), "--out", str(tmp_path / "out")]
     heavier.main([str(given), *words])
-    made = tmp_path / f"{name}-target"
+    made = tmp_path / f"out/{name}-target"
     ids = torch.randint(4, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
     found, weights = [], []
     for path in (given, made):
@@ -45,13 +45,30 @@ def test_more_work_computes_the_same(heavier: Any, tmp_path: Path, name: str) ->
     for layer in features:
         expected = trained.hidden_states[layer + 1]
         assert (more.hidden_states[layer + 1] - expected).abs().max() < 1e-3 * expected.abs().max()
-    contract = read_contract(tmp_path / drafter.name)
+    contract = read_contract(tmp_path / "out" / drafter.name)
     check(contract, read_target(made))
     assert contract.target_layer_ids == features and contract.num_target_layers == 12
 
 
-def test_less_work_is_refused(heavier: Any, tmp_path: Path) -> None:
-    words = [str(ROOT / "models/hybrid-target"), "--layers", "10", "--out", str(tmp_path)]
-    with pytest.raises(SystemExit, match="no multiple of its period of 4; give larger numbers"):
-        heavier.main(words)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--layers 10 --out made", "10 layers of width 393216 are fewer or narrower than the target's 8 of 256"),
+        ("--width 200 --out made", "or no multiple of its period of 4 layers; give larger numbers"),
+        ("--out models", "models/hybrid-target would be overwritten; name another --out"),
+    ],
+)
+def test_wrong_use_is_refused_in_a_sentence(
+    heavier: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    said: str,
+) -> None:
+    (tmp_path / "models/hybrid-target").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as error:
+        heavier.main([str(ROOT / "models/hybrid-target"), *words.split()])
+    assert error.value.code == 2 and said in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["models", "hybrid-target"]
