@@ -1,13 +1,13 @@
 """A target that computes what a small one does with the work of a large one, and its drafters, to bench throughput.
 
     python benchmarks/gpu/heavier.py models/hybrid-target --drafters models/dspark-hybrid models/ready-dspark-hybrid \
-        --out /tmp/heavier
+        --out build/heavier
 
 The trained targets are so small that their rounds wait for the host. Here each layer's MLP gets more columns, whose
 outputs are multiplied by zero, and layers that add nothing to their input follow the last: tokens, features of the
 captured layers, recurrent states that a drafter reads, and hence acceptance stay those of the trained target up to
-rounding, while each step loads and multiplies the weights of a model of billions. Drafters differ in the number of
-target layers that their configuration names.
+rounding, while each step loads and multiplies the weights of a model of billions. Of a drafter only the number of
+target layers that its configuration names is changed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,27 @@ _LAYERS = "model.layers."
 _ADDS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")  # what a layer adds to its input is their product
 
 
-def refusal(target: Path, layers: int, width: int) -> str | None:
-    """Why the target cannot become so many layers of that width; None where it can."""
-    config = json.loads((target / "config.json").read_text())
+def refusal(args: argparse.Namespace) -> str | None:
+    """Why the target cannot become so many layers of that width, or where a file is missing or in the way."""
+    folders = [args.target, *args.drafters]
+    missing = [str(path) for path in folders if not (path / "config.json").exists()]
+    taken = [str(place) for path in folders if (place := args.out / path.name).exists()]
+    names = [path.name for path in folders]
+    if missing:
+        return f"{', '.join(missing)} has no config.json; name checkpoint directories"
+    if taken or len(set(names)) < len(names):
+        return f"{', '.join(taken or names)} would be written over; name another --out, and each directory once"
+    config = json.loads((args.target / "config.json").read_text())
     trained, narrow, period = config["num_hidden_layers"], config["intermediate_size"], period_of(config)
-    if layers >= trained and layers % period == 0 and width >= narrow:
-        return None
-    return (
-        f"{layers} layers of width {width} are fewer or narrower than the target's {trained} of {narrow}, or no "
-        f"multiple of its period of {period} layers; give larger numbers"
-    )
+    kinds = config["layer_types"]
+    if kinds != kinds[:period] * (trained // period):
+        return f"the layers of {args.target} do not come again after {period}, so none can follow the last"
+    if args.layers < trained or args.layers % period or args.width < narrow:
+        return (
+            f"{args.layers} layers of width {args.width} are fewer or narrower than the target's {trained} of {narrow}"
+            f", or no multiple of its period of {period} layers; give larger numbers"
+        )
+    return None
 
 
 def period_of(config: dict[str, Any]) -> int:
@@ -112,11 +123,7 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--width", type=int, default=393_216, help="of its MLPs")
     add("--out", type=Path, required=True, help="folder for the target and the drafters, each under its own name")
     args = parser.parse_args(words)
-    why = refusal(args.target, args.layers, args.width)
-    taken = [str(place) for path in (args.target, *args.drafters) if (place := args.out / path.name).exists()]
-    if why is None and taken:
-        why = f"{', '.join(taken)} would be overwritten; name another --out"
-    if why is not None:
+    if (why := refusal(args)) is not None:
         parser.error(why)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = write_target(args.target, args.out / args.target.name, args.layers, args.width, device)

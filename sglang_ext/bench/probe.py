@@ -38,8 +38,9 @@ class _HostMark:
 def attach(scheduler: Any, plan: Path) -> None:
     """Build the methods of ``plan``, and let decode rounds or requests go to one after the other.
 
-    The plan is JSON: ``methods``, each with ``name``, ``algorithm`` and ``drafter``, the engine's own first; for rounds
-    in turns also ``turn``, how many a turn has, and ``out``, where their times go. Writes ``memory.json`` beside it.
+    The plan is JSON: ``methods``, each with ``name``, ``algorithm`` and ``drafter``, the engine's own first; ``out``,
+    where rounds' times or blocks' counts go; for rounds in turns also ``turn``, how many a turn has. Writes
+    ``memory.json`` beside it.
     """
     settings = json.loads(plan.read_text())
     first, *others = settings["methods"]
@@ -48,15 +49,17 @@ def attach(scheduler: Any, plan: Path) -> None:
         workers[method["name"]] = _build(scheduler, method["algorithm"], method["drafter"])
         logger.info("The bench has a worker of %s.", method["name"])
     plan.with_name("memory.json").write_text(json.dumps(_memory(scheduler, workers)))
-    if "turn" not in settings:
-        scheduler.model_worker = ByRequest(workers)
-        return
-    turns = Turns(workers, scheduler.tp_worker, int(settings["turn"]), Path(settings["out"]))
-    scheduler.model_worker = turns
+    out = Path(settings["out"])
+    taking: ByRequest | Turns
+    if "turn" in settings:
+        taking = Turns(workers, scheduler.tp_worker, int(settings["turn"]), out)
+    else:
+        taking = ByRequest(workers, out)
+    scheduler.model_worker = taking
     idle = scheduler.on_idle
 
     def on_idle() -> Any:
-        turns.flush()
+        taking.flush()
         return idle()
 
     scheduler.on_idle = on_idle
@@ -115,22 +118,38 @@ def whose_turn(names: Sequence[str], turn: int) -> str:
 
 
 class ByRequest:
-    """A worker that is several: a batch goes to the one whose name begins its requests' ids, ``NAME/...``.
+    """A worker that is several: a batch goes to the one whose name begins its requests' ids, ``NAME/BLOCK/...``.
 
-    All requests that run at a time must be of one method: whoever sends them waits for those of the method before.
+    All requests that run at a time must be of one block, which has one method: whoever sends them waits for those of
+    the block before. How many prefills and rounds a block took goes to ``out``, one JSON line each.
     """
 
-    def __init__(self, workers: dict[str, Any]) -> None:
+    def __init__(self, workers: dict[str, Any], out: Path) -> None:
         self._first = next(iter(workers.values()))
         self._forward = {name: worker.forward_batch_generation for name, worker in workers.items()}
+        self._out, self._block = out, ""
+        self._taken = {"prefills": 0, "rounds": 0}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._first, name)
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """One scheduler step, on the forward stream; ids of another form go to the first."""
-        name = batch.reqs[0].rid.partition("/")[0] if batch.reqs else ""
+        name, block = "", ""
+        if batch.reqs:
+            name, block = batch.reqs[0].rid.partition("/")[0], batch.reqs[0].rid.rpartition("/")[0]
+        if block != self._block:
+            self.flush()
+            self._block = block
+        self._taken["prefills" if batch.forward_mode.is_extend() else "rounds"] += 1
         return self._forward.get(name, self._first.forward_batch_generation)(batch, *args, **kwargs)
+
+    def flush(self) -> None:
+        """Write what the block took, and begin anew."""
+        if any(self._taken.values()):
+            with self._out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"block": self._block, **self._taken}) + "\n")
+            self._taken = dict.fromkeys(self._taken, 0)
 
 
 class Turns:

@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (blocks := folder / "blocks.jsonl").touch()
+        (counts := folder / "counts.jsonl").touch()
         environment = process.environment(args.device)
         if drafters:
             plan = folder / "plan.json"
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
                 {"name": label, "algorithm": contract.algorithm, "drafter": str(contract.path)}
                 for label, contract in drafters.items()
             ]
-            plan.write_text(json.dumps({"methods": workers}))
+            plan.write_text(json.dumps({"methods": workers, "out": str(counts)}))
             environment |= process.with_plan(plan)
         job = {
             "engine": engine_arguments(args, info, drafters, prompts),
@@ -103,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
             "prompts": prompts,
             "sampling": {"temperature": 0.0, "max_new_tokens": args.max_tokens},
             "out": str(blocks),
+            "counts": str(counts) if drafters else None,
         }
         document["engine"] = job["engine"]
         job_file = folder / "job.json"

@@ -27,7 +27,8 @@ def main(path: str) -> None:
     def block(name: str, number: str, concurrency: int, prompts: Sequence[list[int]]) -> dict[str, Any]:
         gc.collect()
         work = _block(engine, f"{name}/{number}", concurrency, prompts, job["sampling"])
-        return dict(engine.loop.run_until_complete(work))
+        found: dict[str, Any] = engine.loop.run_until_complete(work)
+        return found | (_counts(Path(job["counts"]), f"{name}/{number}") if job["counts"] else {})
 
     for concurrency in job["levels"]:
         prompts = [job["prompts"][index % len(job["prompts"])] for index in range(WARM * concurrency)]
@@ -53,6 +54,21 @@ def _places(prompts: int, seed: int) -> Iterator[int]:
     draw = random.Random(seed)
     while True:
         yield from draw.sample(range(prompts), prompts)
+
+
+def _counts(path: Path, block: str, pause: float = 0.1, patience: float = 5.0) -> dict[str, int]:
+    """Prefills and rounds of an ended block, which the scheduler writes whenever it is idle (``bench.probe``).
+
+    Taken once nothing more comes in a ``pause``, in which an idle scheduler looks for work many times.
+    """
+    end, before = time.monotonic() + patience, None
+    while True:
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        found = {name: sum(row[name] for row in rows if row["block"] == block) for name in ("prefills", "rounds")}
+        if (found == before and any(found.values())) or time.monotonic() > end:
+            return found
+        before = found
+        time.sleep(pause)
 
 
 async def _block(

@@ -13,6 +13,8 @@ from sglang_ext.evaluation.bootstrap import interval, resample
 AIM = 0.95
 """Of the acceptance gain that should arrive as speed."""
 FEWEST = 6  # cycles that an interval is made of
+COUNTS = ("prefills", "rounds")
+"""Of a block, by the scheduler's count; without drafters there is none."""
 
 
 def condense(blocks: Sequence[dict[str, Any]], reference: str) -> list[dict[str, Any]]:
@@ -25,6 +27,7 @@ def condense(blocks: Sequence[dict[str, Any]], reference: str) -> list[dict[str,
         histogram = pool(block["histograms"])
         found.append(
             {name: block[name] for name in ("method", "concurrency", "cycle", "seconds")}
+            | {name: block[name] for name in COUNTS if name in block}
             | {
                 "requests": len(block["outputs"]),
                 "tokens": sum(map(len, block["outputs"])),
@@ -40,9 +43,9 @@ def summarize(blocks: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[
     """A row for each concurrency and method; figures over the first method's pair the blocks of each cycle.
 
     ``speed_up`` is a ratio of tokens per second, ``acceptance_gain`` one of acceptance lengths, ``kept`` the one over
-    the other. At one request at a time rows also have ``round_ms``, ``prefill_ms`` and, over the first method's,
-    ``round_ratio``. Intervals are 95 % percentile bootstraps over cycles, the same draws for all of a row's figures;
-    None for fewer than ``FEWEST`` cycles.
+    the other. Rows also have ``round_ms``, ``prefill_ms`` and, over the first method's, ``round_ratio``, where they
+    can be told apart (:func:`_add_rounds`). Intervals are 95 % percentile bootstraps over cycles, the same draws for
+    all of a row's figures; None for fewer than ``FEWEST`` cycles.
     """
     rows = []
     for level in dict.fromkeys(block["concurrency"] for block in blocks):
@@ -79,44 +82,51 @@ def summarize(blocks: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[
                     row[key] = {"value": float(values[0]), "interval": bounds}
                 row["aim"] = verdict(row["kept"]["interval"])
             rows.append(row)
-        if level == 1:
-            _add_rounds(rows[-len(methods) :], here, draws)
+            row |= {key: sum(block[key] for block in mine.values()) for key in COUNTS if all(key in b for b in here)}
+        _add_rounds(rows[-len(methods) :], here, draws)
     return rows
 
 
 def _add_rounds(rows: Sequence[dict[str, Any]], blocks: Sequence[dict[str, Any]], draws: np.ndarray) -> None:
-    """Add what a round and a prefill take, where requests run one by one.
+    """Add what a prefill and a round take.
 
-    A block's seconds are its requests' prefills, of which no draft spares any, and its verify steps' rounds: the least
-    squares over all blocks give one time of a prefill, its request's way through the engine included, and one of each
-    method's round. Nothing is added where blocks differ too little in their steps to tell the two apart.
+    A block's seconds are its prefills, of which no draft spares any, and its rounds: least squares over all blocks give
+    one time of a prefill, with its requests' way through the engine, and one of each method's round. Both are means
+    over what the batches were. The fewer blocks differ in their numbers, the less they are known, as their intervals
+    say. Records without counts have them for one request at a time, where each has its prefill and its steps.
     """
     names = [row["method"] for row in rows]
     cycles = sorted({block["cycle"] for block in blocks})
+    if not (all(name in block for block in blocks for name in COUNTS) or rows[0]["concurrency"] == 1):
+        return
     normal, right = np.zeros((len(cycles), len(names) + 1, len(names) + 1)), np.zeros((len(cycles), len(names) + 1))
     for block in blocks:
         parts = np.zeros(len(names) + 1)
-        parts[-1], parts[names.index(block["method"])] = block["requests"], block["steps"]
+        parts[-1] = block.get("prefills", block["requests"])
+        parts[names.index(block["method"])] = block.get("rounds", block["steps"])
         normal[cycles.index(block["cycle"])] += np.outer(parts, parts)
         right[cycles.index(block["cycle"])] += parts * block["seconds"]
-    if np.linalg.matrix_rank(normal.sum(0)) <= len(names):
+    if np.linalg.matrix_rank(normal.sum(0)) <= len(names):  # not even rounding tells them apart
         return
-    # A draw of one cycle alone cannot tell them apart either, and gets the least solution.
+    # A draw of one cycle alone may not either, and gets the least solution.
     solved = np.linalg.pinv(np.tensordot(draws, normal, 1), hermitian=True) @ (draws @ right)[..., None]
-    times = 1000 * solved[..., 0]
-    for row, of_method in zip(rows, times.T, strict=False):
-        ratio = of_method / times[:, 0]
-        row |= {"round_ms": float(of_method[0]), "prefill_ms": float(times[0, -1])}
+    times = 1000 * solved[..., 0].T
+    known = len(cycles) >= FEWEST
+
+    def figure(values: np.ndarray) -> dict[str, Any]:
+        return {"value": float(values[0]), "interval": interval(values[1:]) if known else None}
+
+    for row, of_method in zip(rows, times, strict=False):
+        row |= {"round_ms": figure(of_method), "prefill_ms": figure(times[-1])}
         if row is not rows[0]:
-            bounds = interval(ratio[1:]) if len(cycles) >= FEWEST else None
-            row["round_ratio"] = {"value": float(ratio[0]), "interval": bounds}
+            row["round_ratio"] = figure(of_method / times[0])
 
 
-def verdict(interval: Sequence[float] | None) -> str:
+def verdict(bounds: Sequence[float] | None) -> str:
     """Whether at least ``AIM`` of a gain is kept: met or missed where the whole interval says so, else open."""
-    if interval is None:
+    if bounds is None:
         return "open"
-    low, high = interval
+    low, high = bounds
     return "met" if low >= AIM else "missed" if high < AIM else "open"
 
 
@@ -130,15 +140,17 @@ def line_of(row: dict[str, Any]) -> str:
         text += f"; speed {_times(row['speed_up'])}, acceptance {_times(row['acceptance_gain'])}, "
         text += f"kept {_times(row['kept'])}: {row['aim']}; {row['same_answers']:.0%} of the answers are the same"
     if "round_ms" in row:
-        text += f"; a round {row['round_ms']:.2f} ms"
+        text += f"; a round {_times(row['round_ms'], 2)} ms"
         text += f", {_times(row['round_ratio'])} of the first's" if "round_ratio" in row else ""
-        text += f", a prefill {row['prefill_ms']:.1f} ms"
+        text += f", a prefill {_times(row['prefill_ms'], 1)} ms"
+    if "rounds" in row:
+        text += f"; {row['prefills']} prefills, {row['rounds']} rounds"
     return text
 
 
-def _times(figure: dict[str, Any]) -> str:
+def _times(figure: dict[str, Any], digits: int = 3) -> str:
     bounds = figure["interval"]
-    return f"{figure['value']:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
+    return f"{figure['value']:.{digits}f}" + (f" [{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]" if bounds else "")
 
 
 def draw(document: dict[str, Any], path: Path) -> None:

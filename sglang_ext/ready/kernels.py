@@ -157,16 +157,15 @@ def _read_kernel(  # type: ignore[no-untyped-def]
 class Tuning:
     """How the states are loaded and multiplied: measured with ``sglang-ext bench kernels`` (docs/performance.md).
 
-    ``tf32x3`` is three products on tensor cores that keep float32's precision, ``ieee`` plain float32; ``sums`` takes
-    every product as a sum for each rank, in plain float32, where the values lie: for the few ranks of a reader.
+    ``tf32x3`` is three products on tensor cores that keep float32's precision; ``sums`` takes every product as a sum
+    for each rank, in plain float32, where the values lie: for few ranks.
     """
 
     rows: int = 64  # of a state, a tile
     stages: int = 1  # tiles under way
     warps: int = 4
-    precision: Literal["tf32x3", "ieee", "sums"] = "tf32x3"
+    precision: Literal["tf32x3", "sums"] = "tf32x3"
     eviction: Literal["", "evict_first"] = "evict_first"  # what the cache does with states, read once a round
-    registers: int | None = None  # at most, a thread: fewer let more programs run at once
     early: bool = False  # programmatic dependent launch: load the states while the kernel in front still runs
 
     def sides(self, value_down: Tensor, key_down: Tensor) -> dict[str, Any]:
@@ -179,19 +178,18 @@ class Tuning:
             "BV": min(_side(value_dim), self.rows), "BK": _side(key_dim),
             "BRV": _side(rank_v, least), "BRK": _side(rank_k, least),
             "STAGES": self.stages, "PRECISION": self.precision, "EVICTION": self.eviction, "num_warps": self.warps,
-            **({} if self.registers is None else {"maxnreg": self.registers}),
         }  # fmt: skip
 
 
 FEW = Tuning()
 """Each program as quick as can be: there are too few of them to fill the device."""
 MANY = Tuning(rows=16, stages=3, warps=1, precision="sums")
-"""Most bytes under way: one warp needs no sums across warps, and its next tiles load while it adds up one."""
-_MANY_FROM = 768  # programs: requests x sources x heads
+"""A program is one warp, without sums across warps, and small enough that a dozen share a multiprocessor."""
+_MANY_FROM = 768  # programs, requests x sources x heads: measured with states of 128 x 128
 
 
 def served(requests: int, sources: int, heads: int, rank: int) -> Tuning:
-    """The way that is quickest for so many states of one batch; the products' cost of MANY grows with the rank."""
+    """The quicker way for so many states of one batch; the products' cost of MANY grows with the rank."""
     return MANY if requests * sources * heads >= _MANY_FROM and rank <= 8 else FEW
 
 

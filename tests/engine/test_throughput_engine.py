@@ -29,6 +29,11 @@ def test_drafters_share_an_engine_and_draft_as_their_own(tmp_path: Path) -> None
     # Its own context, for that of another gives less; batches form by chance, and round by their size.
     assert again["acceptance_length"] == pytest.approx(stock["acceptance_length"], rel=0.01) and stock["steps"] > 150
     assert ours["acceptance_length"] != stock["acceptance_length"] and ours["acceptance_length"] > 2
+    # Counted where they run: a step of each round, or more; a block of six, three at a time, has two prefills at least.
+    assert all(
+        4 <= row["prefills"] <= 24 and row["steps"] / 3 <= row["rounds"] <= row["steps"] + 24
+        for row in document["rows"]
+    )
     assert stock["tokens_per_second"] > 0 and ours["kept"]["interval"] is None and ours["aim"] == "open"
     text = done.stdout.splitlines()
     assert any(line.startswith("dspark-dense#2 at 3: ") and "100% of the answers are the same" in line for line in text)

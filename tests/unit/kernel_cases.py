@@ -31,12 +31,21 @@ CASES: dict[str, dict[str, Any]] = {
     "tuned-one-warp": {**SQUARE, "value_dim": 64, "key_dim": 64, "tuning": asdict(kernels.MANY)},
     "tuned-odd": {**SMALL, "tuning": {"precision": "sums", "eviction": ""}},
 }
-LARGE = {"value_heads": 48, "value_dim": 128, "key_dim": 128, "rank_k": 8, "rank_v": 8, "query_dtype": torch.bfloat16}
+# So many requests that the way for many is taken.
+LARGE = {
+    "repeats": 2,
+    "value_heads": 48,
+    "value_dim": 128,
+    "key_dim": 128,
+    "rank_k": 8,
+    "rank_v": 8,
+    "query_dtype": torch.bfloat16,
+}
 
 
 @torch.no_grad()
 def compare(
-    device: str, state_dtype: Any = None, query_dtype: Any = None, tuning: Any = None, **shape: Any
+    device: str, state_dtype: Any = None, query_dtype: Any = None, tuning: Any = None, repeats: int = 1, **shape: Any
 ) -> dict[str, float]:
     """Largest differences of the kernels from the plain forms, and what a transposed state would differ by."""
     generator = torch.Generator().manual_seed(0)
@@ -49,18 +58,18 @@ def compare(
     temporal = whole.transpose(1, 2).to(device, state_dtype or torch.float32)
     slots = torch.tensor([0, 3, 1, 4], dtype=torch.int32, device=device)
     states = CommittedStates(temporal, slots, (3, 1))
-    request_slots = torch.tensor([2, 1, 3, 0, 0], device=device)
+    request_slots = torch.tensor([2, 1, 3, 0, 0] * repeats, device=device)
     reader.to(device)
     expected = reader.reduce(states.gather(request_slots))
     layers = torch.tensor(states.layers, device=device)
-    how = kernels.Tuning(**tuning or {})
+    how = kernels.Tuning(**tuning) if tuning else None
     reduced = kernels.reduce_states(states, layers, request_slots, reader.value_down, reader.key_down, how)
     query_heads = 1 if config.query == "source" else config.value_heads
-    queries = torch.randn(5, 7, 2, query_heads, config.rank_k, generator=generator)
+    queries = torch.randn(5 * repeats, 7, 2, query_heads, config.rank_k, generator=generator)
     queries = queries.to(device, query_dtype or torch.float32)
     reads = kernels.read_reduced(queries, expected)
     fused = kernels.read_states(states, layers, request_slots, reader.value_down, reader.key_down, queries, how)
-    hidden = torch.randn(5, 7, 16, generator=generator).to(device)
+    hidden = torch.randn(5 * repeats, 7, 16, generator=generator).to(device)
     delta = reader.read(hidden, reduced, 0, kernels.read_reduced)
     wanted = read_reduced(queries, expected).to(queries.dtype).float()
     found = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from checkpoint_fixtures import edit_config
 from sglang_ext import cli
 from sglang_ext.bench.probe import ByRequest
 from sglang_ext.bench.throughput import drafters_of, engine_arguments, prompt_tokens
+from sglang_ext.bench.throughput_engine import _counts, _places
 from sglang_ext.bench.throughput_report import condense, line_of, summarize, verdict
 from sglang_ext.checkpoints import read_target
 from sglang_ext.command_line import Parser
@@ -50,25 +53,71 @@ def test_few_cycles_have_no_interval():
     assert rows[1]["kept"] == {"value": pytest.approx(2.0), "interval": None} and rows[1]["aim"] == "open"
 
 
-def test_one_by_one_a_round_and_a_prefill_are_told_apart():
-    """80 ms a request and 6 ms a round; ours takes 6.12, and the prefills hide a part of its gain."""
-    taken = [246, 384, 292, 439, 339, 364]
-    made = [
-        {"method": name, "concurrency": 1, "requests": 8, "tokens": 900, "steps": steps, "same": 8, "cycle": cycle}
-        | {"seconds": 8 * 0.080 + steps * each, "accepted": 900 - steps}
-        for cycle, base in enumerate(taken)
-        for name, steps, each in (("stock", base, 0.006), ("ours", int(0.9 * base), 0.00612))
-    ]
-    first, second = summarize(made, ["stock", "ours"])
-    assert first["round_ms"] == pytest.approx(6) and second["round_ms"] == pytest.approx(6.12)
-    assert first["prefill_ms"] == second["prefill_ms"] == pytest.approx(80)
+def timed(noise: float, counted: bool = False, level: int = 1) -> list[dict[str, Any]]:
+    """Blocks of which a request's prefill takes 80 ms and a round 6 ms, ours 6.12, give or take ``noise`` seconds."""
+    draw = random.Random(3)
+    found = []
+    for cycle, base in enumerate([246, 384, 292, 439, 339, 364]):
+        for name, steps, each in (("stock", base, 0.006), ("ours", int(0.9 * base), 0.00612)):
+            about = {"method": name, "concurrency": level, "cycle": cycle, "tokens": 900, "same": 8, "requests": 8}
+            prefills, rounds = 5 + cycle % 3, steps // 2
+            seconds = (prefills * 0.080 + rounds * each) if counted else (8 * 0.080 + steps * each)
+            counts = {"prefills": prefills, "rounds": rounds} if counted else {}
+            seconds += draw.uniform(-noise, noise)
+            found.append(about | counts | {"steps": steps, "accepted": 900 - steps, "seconds": seconds})
+    return found
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_round_and_a_prefill_are_told_apart(counted):
+    first, second = summarize(timed(0, counted, level=4 if counted else 1), ["stock", "ours"])
+    assert first["round_ms"]["value"] == pytest.approx(6) and second["round_ms"]["value"] == pytest.approx(6.12)
+    assert first["prefill_ms"] == second["prefill_ms"]
+    assert second["prefill_ms"]["value"] == pytest.approx(80) == second["prefill_ms"]["interval"][1]
     ratio = second["round_ratio"]
     assert ratio["value"] == pytest.approx(1.02) and ratio["interval"] == pytest.approx((1.02, 1.02))
-    assert "round_ratio" not in first and second["kept"]["value"] < 1 / 1.02
-    assert line_of(first).endswith("; a round 6.00 ms, a prefill 80.0 ms")
-    assert "a round 6.12 ms, 1.020 [1.020, 1.020] of the first's" in line_of(second)
-    same = [block | {"steps": 300} for block in made]  # then nothing tells them apart
-    assert all("round_ms" not in row for row in summarize(same, ["stock", "ours"]))
+    assert "round_ratio" not in first and second["kept"]["value"] < 1
+    said = "; a round 6.00 [6.00, 6.00] ms, a prefill 80.0 [80.0, 80.0] ms"
+    assert line_of(first).endswith(said + "; 36 prefills, 1031 rounds" * counted)
+    assert "a round 6.12 [6.12, 6.12] ms, 1.020 [1.020, 1.020] of the first's" in line_of(second)
+
+
+def test_what_disturbs_a_block_makes_its_times_uncertain():
+    (_, calm), (_, shaken) = (summarize(timed(noise), ["stock", "ours"]) for noise in (0.01, 0.2))
+    for name, truth in (("round_ms", 6.12), ("prefill_ms", 80), ("round_ratio", 1.02)):
+        (low, high), (lower, higher) = calm[name]["interval"], shaken[name]["interval"]
+        assert lower < truth < higher and 0 < high - low < 0.3 * (higher - lower)
+    few = [block for block in timed(0.01) if block["cycle"] < 5]
+    assert summarize(few, ["stock", "ours"])[1]["round_ratio"]["interval"] is None
+
+
+def test_what_cannot_be_told_apart_is_left_out():
+    alike = [block | {"steps": 300} for block in timed(0.01)]
+    assert all("round_ms" not in row for row in summarize(alike, ["stock", "ours"]))
+    uncounted = timed(0.01, level=4)  # of several at a time a prefill may be of several requests
+    assert all("round_ms" not in row for row in summarize(uncounted, ["stock", "ours"]))
+
+
+def test_each_pass_has_all_prompts_in_an_order_of_its_own():
+    def passes(seed: int) -> list[list[int]]:
+        order = _places(20, seed)
+        return [[next(order) for _ in range(20)] for _ in range(3)]
+
+    first, second, third = passes(4)
+    assert sorted(first) == sorted(second) == sorted(third) == list(range(20))
+    assert first != second != third != first and passes(4) == [first, second, third] != passes(5)
+
+
+def test_a_blocks_counts_are_all_that_was_written_of_it(tmp_path):
+    path = tmp_path / "counts.jsonl"
+    rows = [("a/1-0", 1, 20), ("b/1-0", 9, 9), ("a/1-0", 2, 31)]
+    written = [json.dumps({"block": block, "prefills": n, "rounds": m}) + "\n" for block, n, m in rows]
+    path.write_text(written[0])
+    late = threading.Timer(0.1, lambda: path.write_text("".join(written)))
+    late.start()
+    assert _counts(path, "a/1-0", pause=0.3) == {"prefills": 3, "rounds": 51}
+    assert _counts(path, "c/1-0", pause=0.01, patience=0.1) == {"prefills": 0, "rounds": 0}
+    late.join()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +143,7 @@ def test_a_cycle_is_condensed_to_sums():
     ]
 
 
-def test_a_batch_goes_to_the_worker_that_its_requests_name():
+def test_a_batch_goes_to_the_worker_that_its_requests_name(tmp_path):
     class Worker:
         def __init__(self, name: str) -> None:
             self.name = name
@@ -103,12 +152,19 @@ def test_a_batch_goes_to_the_worker_that_its_requests_name():
             return self.name, more
 
     class Batch:
-        def __init__(self, *ids: str) -> None:
+        def __init__(self, *ids: str, extend: bool = False) -> None:
             self.reqs = [type("Request", (), {"rid": each}) for each in ids]
+            self.forward_mode = type("Mode", (), {"is_extend": lambda self: extend})()
 
-    worker = ByRequest({"a": Worker("a"), "b": Worker("b")})
-    assert worker.forward_batch_generation(Batch("b/1", "b/2"), 7) == ("b", 7)
-    assert worker.forward_batch_generation(Batch("a/1"), more=8) == ("a", 8)
+    out = tmp_path / "counts.jsonl"
+    worker = ByRequest({"a": Worker("a"), "b": Worker("b")}, out)
+    assert worker.forward_batch_generation(Batch("b/1-0/1", "b/1-0/2", extend=True), 7) == ("b", 7)
+    assert worker.forward_batch_generation(Batch("b/1-0/1"), 7) == worker.forward_batch_generation(Batch("b/1-0/2"), 7)
+    assert worker.forward_batch_generation(Batch("a/1-0/1"), more=8) == ("a", 8)
+    worker.flush()
+    worker.flush()
+    counts = [json.loads(line) for line in out.read_text().splitlines()]
+    assert counts == [{"block": "b/1-0", "prefills": 1, "rounds": 2}, {"block": "a/1-0", "prefills": 0, "rounds": 1}]
     assert worker.forward_batch_generation(Batch("health"), 9)[0] == "a" and worker.name == "a"
     assert worker.forward_batch_generation(Batch(), 9)[0] == "a"
 

@@ -27,7 +27,8 @@ def heavier() -> Any:
 def test_more_work_computes_the_same(heavier: Any, tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    given, drafter = ROOT / f"models/{name}-target", ROOT / f"models/dspark-{name}"
+    given = ROOT / f"models/{name}-target"
+    drafter = ROOT / {"dense": "models/dspark-dense", "hybrid": "models/ready-carryover-dspark-hybrid"}[name]
     words = ["--layers", "12", "--width", "900", "--drafters", str(drafter), "--out", str(tmp_path / "out")]
     heavier.main([str(given), *words])
     made = tmp_path / f"out/{name}-target"
@@ -55,7 +56,9 @@ def test_more_work_computes_the_same(heavier: Any, tmp_path: Path, name: str) ->
     [
         ("--layers 10 --out made", "10 layers of width 393216 are fewer or narrower than the target's 8 of 256"),
         ("--width 200 --out made", "or no multiple of its period of 4 layers; give larger numbers"),
-        ("--out models", "models/hybrid-target would be overwritten; name another --out"),
+        ("--out models", "models/hybrid-target would be written over; name another --out"),
+        ("--out made --drafters none", "none has no config.json; name checkpoint directories"),
+        ("--out made --drafters DRAFTER DRAFTER", "would be written over; name another --out, and each directory once"),
     ],
 )
 def test_wrong_use_is_refused_in_a_sentence(
@@ -68,7 +71,8 @@ def test_wrong_use_is_refused_in_a_sentence(
 ) -> None:
     (tmp_path / "models/hybrid-target").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
+    given = words.replace("DRAFTER", str(ROOT / "models/dspark-hybrid")).split()
     with pytest.raises(SystemExit) as error:
-        heavier.main([str(ROOT / "models/hybrid-target"), *words.split()])
+        heavier.main([str(ROOT / "models/hybrid-target"), *given])
     assert error.value.code == 2 and said in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["models", "hybrid-target"]

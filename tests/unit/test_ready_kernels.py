@@ -74,5 +74,24 @@ def test_the_way_follows_how_many_states_are_read():
     from sglang_ext.ready import kernels
 
     few, many = kernels.FEW, kernels.MANY
-    assert [kernels.served(requests, 2, 48, 8) for requests in (1, 4, 8, 64)] == [few, few, many, many]
-    assert kernels.served(64, 2, 48, 32) == few != many
+    assert [kernels.served(requests, 2, 48, 8) for requests in (1, 7, 8, 64)] == [few, few, many, many]
+    assert kernels.served(64, 2, 48, 9) == few != many == kernels.served(64, 2, 48, 4)
+
+
+def test_the_kernels_ask_with_what_they_read(monkeypatch):
+    import torch
+
+    from sglang_ext.ready import kernels
+
+    class Asked(Exception):
+        pass
+
+    def served(*sizes: int) -> None:
+        raise Asked(sizes)
+
+    monkeypatch.setattr(kernels, "served", served)
+    value_down, key_down, slots = torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 6, 16), torch.zeros(5, dtype=torch.int64)
+    for call, more in ((kernels.reduce_states, ()), (kernels.read_states, (torch.zeros(5, 7, 2, 3, 6),))):
+        with pytest.raises(Asked) as asked:
+            call(None, None, slots, value_down, key_down, *more)
+        assert asked.value.args == ((5, 2, 3, 6),)
