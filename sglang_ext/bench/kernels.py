@@ -139,7 +139,7 @@ def _tunings(base: Any) -> Iterable[Any]:
         (32, 1, 4), (32, 1, 2), (32, 2, 2), (32, 3, 2), (16, 1, 2), (16, 2, 2), (16, 3, 2), (16, 1, 1),
         (16, 2, 1),
     ):  # fmt: skip
-        yield replace(base, precision="tf32x3", rows=rows, stages=stages, warps=warps)
+        yield replace(base, rows=rows, stages=stages, warps=warps)
     sums = replace(base, precision="sums")
     for rows, stages, warps in (
         (64, 2, 4), (64, 2, 2), (32, 1, 1), (32, 2, 1), (32, 3, 1), (32, 4, 1), (16, 1, 1), (16, 2, 1), (16, 3, 1),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from benchmark_scripts import load
 from sglang_ext_loadtest import results
 from sglang_ext_loadtest.settings import Load, Method, Sweep
 
@@ -23,11 +23,7 @@ METHODS: dict[str, tuple[float, list[int]]] = {
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("end_to_end", ROOT / "benchmarks/gpu/end_to_end.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("end_to_end")
 
 
 def cell(method: str, level: float, repeat: int) -> dict[str, Any]:

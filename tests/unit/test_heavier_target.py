@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmark_scripts import load
 
 from sglang_ext.checkpoints import check, read_contract, read_target
 
@@ -16,11 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def heavier() -> Any:
-    spec = importlib.util.spec_from_file_location("heavier", ROOT / "benchmarks/gpu/heavier.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("heavier")
 
 
 @pytest.mark.parametrize("name", ["dense", "hybrid"])
