@@ -59,14 +59,17 @@ def _places(prompts: int, seed: int) -> Iterator[int]:
 def _counts(path: Path, block: str, pause: float = 0.1, patience: float = 5.0) -> dict[str, int]:
     """Prefills and rounds of an ended block, which the scheduler writes whenever it is idle (``bench.probe``).
 
-    Taken once nothing more comes in a ``pause``, in which an idle scheduler looks for work many times.
+    Taken once nothing more comes in a ``pause``, in which an idle scheduler looks for work many times; empty where
+    that does not happen within ``patience`` seconds, so that no wrong number is recorded.
     """
     end, before = time.monotonic() + patience, None
     while True:
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         found = {name: sum(row[name] for row in rows if row["block"] == block) for name in ("prefills", "rounds")}
-        if (found == before and any(found.values())) or time.monotonic() > end:
+        if found == before and any(found.values()):
             return found
+        if time.monotonic() > end:
+            return {}
         before = found
         time.sleep(pause)
 
