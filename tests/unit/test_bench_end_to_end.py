@@ -12,7 +12,6 @@ from benchmark_scripts import load
 from sglang_ext_loadtest import results
 from sglang_ext_loadtest.settings import Load, Method, Sweep
 
-ROOT = Path(__file__).parents[2]
 # Seconds per verify step, and the histogram of one request (steps by accepted drafts).
 METHODS: dict[str, tuple[float, list[int]]] = {
     "plain": (0.01, []),
